@@ -1,4 +1,5 @@
-"""From vLLM's configuration to the two sides. Wiring, and every refusal to start."""
+"""The wiring of the connector: from vLLM's configuration to the two sides, with every refusal to
+start."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ ALWAYS = Defaults(
 
 
 class ConnectorParts:
-    """An engine's configuration, read once. Raises InvalidInput for what an operator must mend."""
+    """`ConnectorParts` hold an engine's configuration, read once. Raises InvalidInput for what an
+    operator must mend."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -99,7 +101,8 @@ class ConnectorParts:
 
     @cached_property
     def identity(self) -> Identity:
-        """What this engine's state is called."""
+        """`identity` is the name that this engine's state bears; the weight files may be read for
+        it."""
         cache = self.settings.store_of(rank=0, world=1) / "weights.json"
         return identity.identity_of(
             self.config, self.shape.payload, weights=self.settings.weights, cache=cache
@@ -107,7 +110,7 @@ class ConnectorParts:
 
     @cached_property
     def calibration(self) -> Calibration:
-        """What loads and prompts cost here, kept beside the store."""
+        """`calibration` is what loads and prompts cost here, kept beside the store."""
         if self.settings.restores == "always":
             return Calibration(None, ALWAYS)
         name = f"costs-{self.identity.digest().hex()[:16]}.json"
@@ -115,16 +118,16 @@ class ConnectorParts:
 
     @cached_property
     def device(self) -> EngineDevice:
-        """vLLM's blocks."""
+        """`device` is vLLM's blocks as the node sees them."""
         return EngineDevice(self.layout)
 
     def names(self, name: Identity) -> RecordNames:
-        """What records of `name` are called."""
+        """Return the names of records whose identity is `name`."""
         parts = {section.name: section.parts for section in self.shape.payload.sections}
         return RecordNames(name, self.layout, engine=FORMAT, blocks=self.record_blocks, parts=parts)
 
     def state(self, name: Identity) -> HostedNodeState:
-        """A node whose records bear `name`."""
+        """Make a node whose records bear `name`."""
         settings, names = self.settings, self.names(name)
         operations = Operations()
         saves = Saves(
@@ -149,12 +152,12 @@ class ConnectorParts:
         )
 
     def fresh_state(self) -> HostedNodeState:
-        """A node that knows nothing from before: no one else ever bore its name."""
+        """Make a node that knows nothing from before: no one else ever bore its name."""
         weights = f"{self.identity.weights} reset {uuid4().hex}"
         return self.state(msgspec.structs.replace(self.identity, weights=weights))
 
     def abilities(self) -> Abilities:
-        """What vLLM lets a connector do."""
+        """Return what vLLM lets a connector do on this platform."""
         from vllm.platforms import current_platform
 
         if not current_platform.is_cpu():
@@ -202,13 +205,15 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
 
 
 def unit_of(parts: ConnectorParts) -> RoutingUnit:
-    """The routing unit that this engine core is, in this life."""
+    """Return the routing unit that this engine core is, in this life: each call makes another
+    one."""
     rank = int(parts.config.parallel_config.data_parallel_rank)
     return RoutingUnit(worker_id(parts), rank, Incarnation(time.time_ns()))
 
 
 def ownership(parts: ConnectorParts, unit: RoutingUnit, inventory: Inventory) -> Ownership | None:
-    """What owns sessions as `unit`, and tells what it holds; None without a directory."""
+    """Make and start what owns sessions as `unit`, and tells the directory what `inventory` holds;
+    None without a directory."""
     if not parts.settings.directory:
         return None
     open_directory = opener(parts.settings.directory, parts.settings.curve_key_file)
@@ -225,7 +230,7 @@ def ownership(parts: ConnectorParts, unit: RoutingUnit, inventory: Inventory) ->
 
 
 def holding(parts: ConnectorParts) -> Holding:
-    """What tells of all ranks' stores."""
+    """Make what tells of all ranks' stores; its thread starts."""
     root = parts.settings.store_of(rank=0, world=1)
     return Holding(
         parts.names(parts.identity),
@@ -249,7 +254,8 @@ def worker_reports(parts: ConnectorParts, handler: NodeRpcHandler | None) -> Wor
 
 
 def limits(parts: ConnectorParts, unit: RoutingUnit) -> EngineLimits:
-    """What the RPC handler says of this engine and does not change in its life."""
+    """Return the facts that the RPC handler tells of this engine and that do not change in its
+    life."""
     layout = parts.layout
     slot_bytes = {component.name: component.slot_bytes for component in layout.components}
     return limits_of(
@@ -262,21 +268,22 @@ def limits(parts: ConnectorParts, unit: RoutingUnit) -> EngineLimits:
 
 
 def worker_id(parts: ConnectorParts) -> WorkerId:
-    """What the worker calls itself: the setting, else vLLM's own id of the engine, which it makes
-    anew with each start. All data-parallel ranks of an engine are one worker; vLLM tells theirs
-    apart by a suffix."""
+    """Return what the worker calls itself: the setting, else vLLM's own id of the engine, which it
+    makes anew with each start. All data-parallel ranks of an engine are one worker; vLLM tells
+    theirs apart by a suffix."""
     engine_id = re.sub(r"(?:_dp\d+)+$", "", str(parts.config.kv_transfer_config.engine_id))
     return WorkerId(parts.settings.worker_id or engine_id)
 
 
 def tiers_of(settings: ConnectorSettings) -> dict[Tier, int | None]:
-    """Where this engine keeps state below its device, and how much of it."""
+    """Return the media where this engine keeps state below its device, with the bytes of each."""
     disk: dict[Tier, int | None] = {Tier.DISK: DiskOptions().limits.capacity_bytes}
     return {Tier.HOST: settings.host_cache_bytes, **disk} if settings.host_cache_bytes else disk
 
 
 def opened(handler: NodeRpcHandler, settings: ConnectorSettings) -> NodeRpcHandler | None:
-    """A handler that answers; None where its address can't be left in the store."""
+    """Let the handler answer, and return it; None, with a warning, where its address can't be left
+    in the store."""
     port = gateway_port(settings.rpc_host, settings.rpc_port, settings.curve_key_file)
     try:
         handler.open(settings.store_of(rank=0, world=1), port)

@@ -1,4 +1,4 @@
-"""What differs between vLLM versions, asked of the installed one by attribute. 0.30 to 0.32.
+"""The differences between vLLM versions, asked of the installed one by attribute. 0.30 to 0.32.
 
 Nothing else in this package looks at a version. Imports vLLM only inside functions, so that the
 pure parts are tested without it.
@@ -17,7 +17,7 @@ MAMBA_PROBE = (3, 5)
 
 
 def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
-    """Every layer of a KV cache group with its own spec."""
+    """Yield every layer of a KV cache group with its own spec."""
     spec = group.kv_cache_spec
     inner = getattr(spec, "kv_cache_specs", None)
     for name in group.layer_names:
@@ -25,13 +25,14 @@ def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
 
 
 def group_spec(group: Any) -> Any:
-    """The spec that a scheduler has of a KV cache group: of unlike layers, the first one's."""
+    """Return the spec that a scheduler has of a KV cache group: of unlike layers, the first
+    one's."""
     return next(spec for _, spec in layer_specs(group))
 
 
 def packed_by(vllm_config: Any) -> str:
-    """The origin of the bytes in a page without a canonical payload: vLLM's version, the device's,
-    and the settings by which its kernels choose what they write."""
+    """Return the origin of the bytes in a page without a canonical payload: vLLM's version, the
+    device's, and the settings by which its kernels choose what they write."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -47,7 +48,8 @@ def packed_by(vllm_config: Any) -> str:
 
 
 def layer_index(name: str) -> int:
-    """The number in model.layers.3.self_attn.attn."""
+    """Return the number in a layer's name, like model.layers.3.self_attn.attn. Raises InvalidInput
+    where there is none."""
     numbers = [int(word) for word in name.split(".") if word.isdecimal()]
     if not numbers:
         raise InvalidInput("layer", f"{name!r} has no number", "report this model to OwnerServe")
@@ -55,7 +57,7 @@ def layer_index(name: str) -> int:
 
 
 def block_tables(scheduler_output: Any, cache_manager: Any, request_id: str) -> Tables:
-    """Block ids of a scheduled request, one list a KV group."""
+    """Return the block ids of a scheduled request, one list a KV group."""
     state = getattr(scheduler_output, "kv_connector_block_state", None)
     tables: Tables | None = state.get_block_ids(request_id) if state is not None else None
     if tables is None:
@@ -65,7 +67,7 @@ def block_tables(scheduler_output: Any, cache_manager: Any, request_id: str) -> 
 
 
 def evictable_blocks(pool: Any) -> int:
-    """Blocks of vLLM's pool that nobody uses and that hold something, at least.
+    """Return how many blocks of vLLM's pool nobody uses and hold something, at least.
 
     vLLM counts them as free, and counts no more than that: those in use are taken to be cached
     too, which all but the last of a request are.
@@ -78,7 +80,8 @@ def evictable_blocks(pool: Any) -> int:
 
 
 def delta_state_is_transposed() -> bool:
-    """Whether a gated delta net's state lies as [heads, value, key] and not [heads, key, value]."""
+    """Return whether a gated delta net's state lies as [heads, value, key] and not [heads, key,
+    value]."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 
     key, value = MAMBA_PROBE
@@ -87,7 +90,8 @@ def delta_state_is_transposed() -> bool:
 
 
 def conv_columns_first() -> bool:
-    """Whether a convolution state lies as [columns, channels] and not [channels, columns]."""
+    """Return whether a convolution state lies as [columns, channels] and not [channels,
+    columns]."""
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 
     shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 1, 1, 3, 5, 4)
@@ -95,14 +99,16 @@ def conv_columns_first() -> bool:
 
 
 def ready_the_cpu() -> None:
-    """Ask for AMX: a first forward of one token, as after a whole restore, dies without it."""
+    """Ask the CPU for AMX: a first forward of one token, as after a whole restore, dies without
+    it."""
     import torch
 
     getattr(torch.cpu, "_init_amx", lambda: None)()
 
 
 def cpu_key_order(spec: Any) -> Sequence[int] | None:
-    """How the CPU kernels lay a block's keys: for each element its index in [token, dim] order.
+    """Return how the CPU kernels lay a block's keys: for each element its index in [token, dim]
+    order.
 
     Asked of the kernel that writes them, with a block whose values are their own index. None on
     other platforms, where keys and values of a token stand side by side.

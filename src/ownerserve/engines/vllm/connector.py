@@ -1,4 +1,4 @@
-"""OwnerServeConnector: the class that vLLM loads. Glue only: every hook is one call.
+"""The class that vLLM loads, OwnerServeConnector. Glue only: every hook is one call.
 
     --kv-transfer-config '{"kv_connector": "OwnerServeConnector",
         "kv_connector_module_path": "ownerserve.engines.vllm.connector", "kv_role": "kv_both",
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 
 class StepCommands(KVConnectorMetadata):  # type: ignore[misc]
-    """The commands of one step, on their way from the scheduler to every worker."""
+    """`StepCommands` carry the commands of one step from the scheduler to every worker."""
 
     def __init__(self, commands: WorkerCommands) -> None:
         self.commands = commands
 
 
 class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """The results of what workers did, on their way back to the scheduler."""
+    """A `StepReport` carries the results of what workers did back to the scheduler."""
 
     def __init__(self, report: WorkerStepReport) -> None:
         self.report = report
@@ -52,7 +52,8 @@ class StepReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Both sides; `_scheduler` or `_worker` is None in the other's process."""
+    """`OwnerServeConnector` is both sides; `_scheduler` or `_worker` is None in the other's
+    process."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -64,7 +65,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Never: what is not saved is a later miss."""
+        """`requires_kv_delivery` is False: what is not saved is a later miss."""
         return False
 
     # -- worker --------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             self._worker.load(self._commands())
 
     def has_connector_metadata(self) -> bool:
-        """Asked once a layer: whether the two hooks below are to be called. Never."""
+        """Return whether the two hooks below are to be called: never. vLLM asks once a layer."""
         return False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -113,7 +114,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return results
 
     def _save(self, commands: WorkerCommands) -> None:
-        """A step's saves, once."""
+        """Hand a step's saves to the worker, once."""
         if self._worker is not None and commands is not self._saved:
             self._saved = commands
             self._worker.save(commands)
@@ -159,23 +160,24 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self._safely(self._side.frees_soon, instead=False)
 
     def has_pending_push_work(self) -> bool:
-        """Steps go on until copies are answered for; such a step waits, it does not spin."""
+        """Return whether copies are not answered for, so that steps go on; such a step waits, it
+        does not spin."""
         side = self._scheduler
         return side is not None and (
             len(side.holds) > 0 or len(side.state.saves) > 0 or side.reports.is_waiting()
         )
 
     def take_events(self) -> list[Any]:
-        """KV events of what stands in the store."""
+        """Return the KV events of what stands in the store, since the last call."""
         return self._safely(self._side.reports.events, [])
 
     def reset_cache(self) -> bool:
-        """The weights may be others from now on: what is stored is not for them."""
+        """Go on under names that nothing stored bears: the weights may be others from now on."""
         self._side.reset(self._parts.fresh_state())
         return True
 
     def status(self) -> dict[str, int]:
-        """Counters and what is under way, for probes and tests."""
+        """Return counters and what is under way, for probes and tests."""
         return self._side.status()
 
     @property
@@ -184,7 +186,8 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self._scheduler
 
     def _safely(self, call: Callable[[], T], instead: T) -> T:
-        """A mistake of ours must not end the engine: it goes on as if it had no connector."""
+        """Return what `call` gives. On an exception switch off and return `instead`: a mistake of
+        ours must not end the engine, which goes on as if it had no connector."""
         try:
             return call()
         except Exception:  # the root of every hook of the scheduler's

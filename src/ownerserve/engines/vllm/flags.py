@@ -1,4 +1,4 @@
-"""How `vllm serve` is started with OwnerServe, and what in its flags goes wrong silently. Pure.
+"""The flags of `vllm serve` with OwnerServe, and what in them goes wrong silently. Pure.
 
 Owns the rules; imports no vLLM, so that `ownerserve doctor` runs anywhere.
 """
@@ -26,14 +26,15 @@ RECURRENT_KEYS = ("linear_num_key_heads", "mamba_d_state", "mamba_n_heads", "ssm
 
 
 class Serve(msgspec.Struct, frozen=True):
-    """One `vllm serve`: environment, arguments, and why the unusual ones."""
+    """A `Serve` is one `vllm serve`: environment, arguments, and why the unusual ones."""
 
     environment: dict[str, str]
     arguments: tuple[str, ...]
     notes: tuple[str, ...]
 
     def shell(self, launcher: str = "vllm serve") -> str:
-        """The command as it is typed, one option a line; `launcher` is what takes the model."""
+        """Return the command as it is typed, one option a line; `launcher` is what takes the
+        model."""
         assigned = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         lines = [" ".join([*assigned, launcher, shlex.quote(self.arguments[0])])]
         words = iter(self.arguments[1:])
@@ -42,7 +43,8 @@ class Serve(msgspec.Struct, frozen=True):
 
 
 def transfer_config(store: str, **settings: Any) -> dict[str, Any]:
-    """`--kv-transfer-config`. `settings` are further keys of `kv_connector_extra_config`."""
+    """Return the value of `--kv-transfer-config`. `settings` are further keys of
+    `kv_connector_extra_config`. Raises InvalidInput for a setting that is none."""
     extra = {"store": store, **settings}
     decode(extra)
     return {
@@ -55,14 +57,15 @@ def transfer_config(store: str, **settings: Any) -> dict[str, Any]:
 
 
 def events_config(endpoint: str) -> dict[str, Any]:
-    """`--kv-events-config`."""
+    """Return the value of `--kv-events-config`."""
     return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
 
 
 def serve(
     model: str, store: str, *, config: Mapping[str, Any] | None = None, events: str = ""
 ) -> Serve:
-    """The flags for `model`, whose `config.json` is `config`; `events`: an endpoint to bind."""
+    """Return the flags for `model`, whose `config.json` is `config`; `events` is an endpoint to
+    bind."""
     arguments = [model, "--kv-transfer-config", json.dumps(transfer_config(store))]
     notes = ["\"recompute\": a state that can't be read is computed; vLLM's default fails the turn"]
     if events:
@@ -78,31 +81,31 @@ def serve(
 
 
 def is_recurrent(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config.json names layers with recurrent state."""
+    """Return whether a model's config.json names layers with recurrent state."""
     text = config.get("text_config")
     nested = isinstance(text, Mapping) and is_recurrent(text)
     return nested or any(config.get(key) for key in RECURRENT_KEYS)
 
 
 def binds(endpoint: str) -> bool:
-    """Whether vLLM's event publisher binds this endpoint. Others it connects to, and where nobody
-    listens, as at a worker's own port, every event is lost without a word."""
+    """Return whether vLLM's event publisher binds this endpoint. Others it connects to, and where
+    nobody listens, as at a worker's own port, every event is lost without a word."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def bindable(endpoint: str) -> str:
-    """`endpoint` as the publisher binds it, on the same port."""
+    """Return `endpoint` as the publisher binds it, on the same port."""
     return endpoint if binds(endpoint) else f"tcp://*:{endpoint.rpartition(':')[2]}"
 
 
 def is_supported(version: str) -> bool:
-    """Whether the connector was tested with this version of vLLM."""
+    """Return whether the connector was tested with this version of vLLM."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
 def problems_of(transfer: Mapping[str, Any]) -> Iterator[InvalidInput]:
-    """What is wrong with a `--kv-transfer-config` that somebody wrote."""
+    """Yield what is wrong with a `--kv-transfer-config` that somebody wrote."""
     wanted = {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,

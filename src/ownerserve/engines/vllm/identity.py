@@ -1,4 +1,4 @@
-"""What vLLM's state is called: the identity that its artifacts bear, or why it has none.
+"""The identity of vLLM's state: the name that its artifacts bear, or why it has none.
 
 The same names as the hf engine's, so that equal weights with equal numerics meet in one store.
 Weights are named by what the checkpoint's files hold, never by a path.
@@ -18,7 +18,8 @@ from ownerserve.node.storage.weights import weight_files_digest
 
 
 def identity_of(vllm_config: Any, payload: Payload, *, weights: str, cache: Path) -> Identity:
-    """The identity of what this engine serves. `cache` keeps digests of files between starts."""
+    """Return the identity of what this engine serves. `cache` keeps digests of files between
+    starts."""
     model = vllm_config.model_config
     config = model.hf_text_config
     rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
@@ -40,7 +41,8 @@ def identity_of(vllm_config: Any, payload: Payload, *, weights: str, cache: Path
 
 
 def weights_of(vllm_config: Any, *, cache: Path) -> str:
-    """A digest of the checkpoint's weight files; of its seed where vLLM makes the weights up."""
+    """Return a digest of the checkpoint's weight files; a fixed name where vLLM makes the weights
+    up."""
     if str(vllm_config.load_config.load_format) == "dummy":
         return "vllm dummy weights"
     return weight_files_digest(_folder(vllm_config.model_config), cache=cache)
@@ -56,7 +58,8 @@ def _folder(model: Any) -> Path:
 
 
 def tokenizer_digest(model: Any) -> str:
-    """SHA-256 over the vocabulary and the special tokens; tokens are the prompt without one."""
+    """Return a SHA-256, in hex, over the vocabulary and the special tokens; without a tokenizer,
+    "token ids": tokens are the prompt then."""
     if model.skip_tokenizer_init:
         return "token ids"
     from transformers import AutoTokenizer
@@ -72,7 +75,7 @@ def tokenizer_digest(model: Any) -> str:
 
 
 def why_not(vllm_config: Any, *, is_recurrent: bool) -> str | None:
-    """Why no state of this engine may be shared at all; None when it may."""
+    """Return why no state of this engine may be shared at all; None when it may."""
     speculative = vllm_config.speculative_config
     if speculative is not None and (is_recurrent or speculative.method != "ngram"):
         # A draft model's layers keep KV too, and recurrent state can't be rolled back.
@@ -83,7 +86,8 @@ def why_not(vllm_config: Any, *, is_recurrent: bool) -> str | None:
 
 
 def why_bypassed(request: Any) -> str | None:
-    """Why a request's state has no identity here, so that it runs as if there were no connector."""
+    """Return why a request's state has no identity here, so that it runs as if there were no
+    connector; None when it has one."""
     params = request.kv_transfer_params or {}
     reasons = {
         "lora": request.lora_request is not None,

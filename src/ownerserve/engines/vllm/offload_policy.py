@@ -1,4 +1,4 @@
-"""Eviction order for the host memory of vLLM's own OffloadingConnector, for agents' sessions.
+"""The eviction order of the host memory of vLLM's own OffloadingConnector, for agents' sessions.
 
     "kv_connector_extra_config": {"eviction_policy": "SessionPolicy",
         "cache_policy_module_path": "ownerserve.engines.vllm.offload_policy", ...}
@@ -23,7 +23,8 @@ AGAIN_SHARE = 0.8
 
 
 class SessionPolicy(CachePolicy):  # type: ignore[misc]
-    """vLLM makes one for its primary tier. Owns the order and nothing of the chunks."""
+    """A `SessionPolicy` owns the order of the chunks and nothing of them; vLLM makes one for its
+    primary tier."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -40,7 +41,8 @@ class SessionPolicy(CachePolicy):  # type: ignore[misc]
         (self._once if key in self._once else self._again).pop(key)
 
     def touch(self, keys: Iterable[bytes], req_context: Any) -> None:
-        """Used; whether by a second request is known when that one ends."""
+        """Note that the chunks were used; whether by a second request is known when that one
+        ends."""
         self._used(list(keys), frozenset())
 
     def on_request_finished(
@@ -53,7 +55,8 @@ class SessionPolicy(CachePolicy):  # type: ignore[misc]
         self._used(order_request_keys(key_groups, req_context), reused_keys)
 
     def evict(self, n: int, protected: set[bytes]) -> list[tuple[bytes, ChunkStatus]] | None:
-        """Evict `n` chunks, oldest first; None, with nothing changed, when there are fewer."""
+        """Evict `n` chunks, oldest first, and return them; None, with nothing changed, when there
+        are fewer."""
         chosen: list[tuple[bytes, ChunkStatus]] = []
         for key, chunk in chain(self._once.items(), self._again.items()):
             if len(chosen) == n:

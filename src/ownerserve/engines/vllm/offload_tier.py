@@ -1,5 +1,5 @@
-"""OwnerServe's store as a secondary tier of vLLM's own OffloadingConnector: the way to adopt it
-without another connector.
+"""The store of OwnerServe as a secondary tier of vLLM's own OffloadingConnector: the way to adopt
+it without another connector.
 
     "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
         "cpu_bytes_to_use": ..., "spec_name": "TieringOffloadingSpec", "secondary_tiers": [
@@ -50,14 +50,16 @@ COMPONENT = "vllm-offload"
 
 
 class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
-    """vLLM makes one beside its scheduler, from one entry of `secondary_tiers`."""
+    """An `OwnerServeTier` moves chunks between vLLM's host memory and the store. vLLM makes one
+    beside its scheduler, from one entry of `secondary_tiers`."""
 
     medium = Medium.STORAGE
 
     def __init__(
         self, *, store: str, weights: str = "", readers: int = 2, locality: str = "", **given: Any
     ) -> None:
-        """`given` are vLLM's own arguments. `weights`: digest or revision; empty: by the files."""
+        """Open the store and start the threads. `given` are vLLM's own arguments; `weights` is a
+        digest or revision; empty: made from the checkpoint's files."""
         super().__init__(**given)
         self._chunks = memoryview(self._primary_kv_view).cast("B")
         namespace = _namespace(given["offloading_spec"], Path(store), weights)
@@ -125,7 +127,7 @@ class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
     def _run(
         self, work: Callable[[list[bytes], list[memoryview]], list[bytes]], job: TransferJob
     ) -> None:
-        """`work` gives the keys that failed; the others are done."""
+        """Do a job and report it; `work` gives the keys that failed, the others are done."""
         began_s = time.perf_counter()
         keys, size = list(job.keys), self.block_size_bytes
         at = [int(chunk) * size for chunk in job.chunk_ids]
@@ -144,7 +146,8 @@ class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
             self._done.put((result, failed if job.is_promotion else []))
 
     def _load(self, keys: list[bytes], places: list[memoryview]) -> list[bytes]:
-        """Verified bytes only get into a place; a chunk that has none is a miss, alone."""
+        """Read each chunk into its place and give the keys that failed. Only verified bytes get
+        into a place; a chunk that has none is a miss, alone."""
         failed = []
         for key, place in zip(keys, places, strict=True):
             outcome = self._tier.read([Want(self._names.id_of(key))])
@@ -174,7 +177,7 @@ class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 class _Names:
-    """Which record a chunk is."""
+    """`_Names` says which record a chunk is."""
 
     def __init__(self, namespace: bytes) -> None:
         self._namespace = namespace
@@ -195,7 +198,7 @@ class _Names:
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """vLLM's batching of lookups, over the store's catalogue."""
+    """`_Lookups` is vLLM's batching of lookups, over the store's catalogue."""
 
     def __init__(self, tier: TierBackend, names: _Names, tier_type: str) -> None:
         self._tier = tier
@@ -209,7 +212,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _namespace(spec: Any, store: Path, weights: str) -> bytes:
-    """vLLM's own description of the layout, and the weights."""
+    """Return a digest of vLLM's own description of the layout, and the weights."""
     fields = FileMapper.from_offloading_spec(
         root_dir="",
         offloading_spec=spec,

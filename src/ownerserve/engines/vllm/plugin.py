@@ -1,4 +1,4 @@
-"""`/ownerserve/*` on vLLM's own API server: an endpoint plug-in, loaded where it is allowed.
+"""The endpoint plug-in for `/ownerserve/*` on vLLM's own API server, loaded where it is allowed.
 
     VLLM_PLUGINS=ownerserve vllm serve ...
 
@@ -84,7 +84,8 @@ Send = Callable[[Any], Awaitable[None]]
 
 
 class CoreLine:
-    """The engine core whose store this is, asked by a thread over the one connection owned here.
+    """A `CoreLine` asks the engine core whose store this is, on a thread, over the one connection
+    owned here.
 
     A core that is silent costs the line and ASK_S of one answer a second, never an answer.
     """
@@ -96,7 +97,7 @@ class CoreLine:
         self._again_s = 0.0
 
     async def ask(self, question: AskLine) -> Said | None:
-        """The core's answer; None: it is silent."""
+        """Return the core's answer; None: it is silent."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, question)
 
     def tell(self, question: AskLine) -> None:
@@ -118,7 +119,8 @@ class CoreLine:
 
 
 class AnswerLines:
-    """ASGI middleware that puts the line on answers to turns that gateways sent, on no others.
+    """`AnswerLines` is ASGI middleware that puts the line on answers to turns that gateways sent,
+    on no others.
 
     `core` says whom to ask; None: nobody yet, or ever.
     """
@@ -149,7 +151,8 @@ class AnswerLines:
 
 
 def _turn_of(scope: Any) -> TurnLine | None:
-    """What a gateway says of the turn; None: no gateway sent it, or not in a form that is read."""
+    """Return what a gateway says of the turn; None: no gateway sent it, or not in a form that is
+    read."""
     if scope["type"] != "http":
         return None
     value = next((value for name, value in scope["headers"] if name == _TURN), None)
@@ -168,7 +171,7 @@ class ReleaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OwnerServeEndpoints:
-    """The endpoint plug-in, of which vLLM makes one for each API server process."""
+    """`OwnerServeEndpoints` is the endpoint plug-in; vLLM makes one for each API server process."""
 
     name = "ownerserve"
     required_tasks = ("generate",)
@@ -187,7 +190,7 @@ class OwnerServeEndpoints:
         app.add_middleware(AnswerLines, core=lambda: self._core)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Where this engine's store is, and who knows which models it serves."""
+        """Remember where this engine's store is, and who knows which models it serves."""
         self._state = state
         transfer = getattr(args, "kv_transfer_config", None)
         extra = getattr(transfer, "kv_connector_extra_config", None) or {}
@@ -196,18 +199,18 @@ class OwnerServeEndpoints:
             self._core = CoreLine(self._store)
 
     async def status(self) -> Response:
-        """The record of kv.wire.status."""
+        """Answer with the record of kv.wire.status."""
         return await self._asked(Status())
 
     async def inventory(self, request: Request) -> Response:
-        """A page of kv.wire.inventory."""
+        """Answer with a page of kv.wire.inventory."""
         after = request.query_params.get("after", "0")
         if not (after.isascii() and after.isdigit() and len(after) < 19):
             return _json(400, {"error": f"after: {after!r} is no number; send a page's last, or 0"})
         return await self._asked(ListHeld(int(after)))
 
     def _served(self) -> tuple[str, ...]:
-        """All names that this server answers to, adapters among them."""
+        """Return all names that this server answers to, adapters among them."""
         models = getattr(self._state, "openai_serving_models", None)
         names = [path.name for path in getattr(models, "base_model_paths", ())]
         return (*names, *getattr(models, "lora_requests", ()))
@@ -243,7 +246,8 @@ class OwnerServeEndpoints:
 
 
 def ask(store: Path, request: RpcRequest) -> Said:
-    """Ask the engine core whose store this is. OSError: none answers; TimeoutError: silence."""
+    """Ask the engine core whose store this is and return its answer. Raises OSError when none
+    answers, TimeoutError when it is silent."""
     client = RpcClient((store / ADDRESS_FILE).read_text().strip())
     try:
         return client.ask(request)
@@ -252,7 +256,7 @@ def ask(store: Path, request: RpcRequest) -> Said:
 
 
 def _status(load: WorkerLoad, profile: ProfileStatement, served: tuple[str, ...]) -> WorkerStatus:
-    """The record, with the names by which the API server knows its models."""
+    """Return the record, with the names by which the API server knows its models."""
     if served:
         profile = msgspec.structs.replace(profile, models=served)
     return WorkerStatus(unit=unit_statement(load.unit), load=load_statement(load), profile=profile)

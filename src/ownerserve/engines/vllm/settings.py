@@ -1,4 +1,4 @@
-"""What an operator may set: `kv_connector_extra_config`, decoded and checked once."""
+"""The settings that an operator may give: `kv_connector_extra_config`, decoded and checked once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESTORES = ("by-cost", "always")
 
 
 class SoftReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How idle sessions stay in vLLM's own pool.
+    """A `SoftReference` says how idle sessions stay in vLLM's own pool.
 
     ttl_s           how long after a turn's end; 0: not at all
     pool_fraction   most of the pool that idle sessions may keep from being evicted
@@ -37,7 +37,7 @@ class SoftReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config`.
+    """`ConnectorSettings` are the keys of `kv_connector_extra_config`.
 
     store               directory of the artifact store; one vLLM instance writes it
     host_cache_bytes    host memory that holds copies of what was stored last; 0: none
@@ -94,13 +94,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 )
 
     def store_of(self, *, rank: int, world: int) -> Path:
-        """The store of one tensor-parallel rank: each keeps its own shard of every artifact."""
+        """Return the store's directory of one tensor-parallel rank: each keeps its own shard of
+        every artifact."""
         root = Path(self.store)
         return root if world == 1 else root / f"shard-{rank}-of-{world}"
 
 
 def decode(extra: Mapping[str, Any]) -> ConnectorSettings:
-    """`extra` as Settings; InvalidInput names the key at fault and the nearest known one."""
+    """Return `extra` as settings. Raises InvalidInput naming the key at fault and the nearest known
+    one."""
     _check_keys(extra, ConnectorSettings, "")
     nested = extra.get("soft_reference")
     if isinstance(nested, Mapping):

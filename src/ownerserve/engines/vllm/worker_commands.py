@@ -17,8 +17,9 @@ Tables = Sequence[Sequence[int]]
 
 
 class BlockPlace(msgspec.Struct, frozen=True):
-    """The place of tokens [start, end) of one component: for each KV group that holds layers of it,
-    the ids of the blocks from the one with token `start` on; -1: not to be written."""
+    """A `BlockPlace` is the place of tokens [start, end) of one component: for each KV group that
+    holds layers of it, the ids of the blocks from the one with token `start` on; -1: not to be
+    written."""
 
     component: str
     blocks: tuple[tuple[int, ...], ...]
@@ -27,7 +28,7 @@ class BlockPlace(msgspec.Struct, frozen=True):
 
 
 class LoadInto(msgspec.Struct, frozen=True):
-    """Read and verify every want, and write it to the place beside it."""
+    """Command: read and verify every want, and write it to the place beside it."""
 
     request_id: str
     operation_id: int
@@ -38,7 +39,7 @@ class LoadInto(msgspec.Struct, frozen=True):
 
 
 class SaveCommand(msgspec.Struct, frozen=True):
-    """Copy this place, as it is after the step, and store it as `meta`."""
+    """Command: copy this place, as it is after the step, and store it as `meta`."""
 
     operation_id: int
     meta: Meta
@@ -46,7 +47,8 @@ class SaveCommand(msgspec.Struct, frozen=True):
 
 
 class WorkerCommands(msgspec.Struct, frozen=True):
-    """The commands of one step. `is_idle`: it computes nothing, so to wait a moment is free."""
+    """`WorkerCommands` are the commands of one step. `is_idle`: the step computes nothing, so to
+    wait a moment is free."""
 
     loads: tuple[LoadInto, ...] = ()
     saves: tuple[SaveCommand, ...] = ()
@@ -57,7 +59,8 @@ class WorkerCommands(msgspec.Struct, frozen=True):
 
 
 class LoadResult(msgspec.Struct, frozen=True):
-    """A load is over. `ids` are the records written, in order; none when it failed by `reason`."""
+    """A `LoadResult` says that a load is over. `ids` are the records written, in order; none when
+    it failed by `reason`."""
 
     operation_id: int
     request_id: str
@@ -69,7 +72,7 @@ class LoadResult(msgspec.Struct, frozen=True):
 
 
 class WorkerStepReport(msgspec.Struct, frozen=True):
-    """The report of one worker on one step.
+    """A `WorkerStepReport` is the report of one worker on one step.
 
     `copied` operations need their blocks no more; `kept` are durable; `lost`: what the store of
     each worker gave up.
@@ -83,7 +86,7 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
     lost: tuple[RecordsLost, ...] = ()
 
     def joined(self, other: WorkerStepReport) -> WorkerStepReport:
-        """The reports of two workers as one: an operation stands in it once for each."""
+        """Return the reports of two workers as one: an operation stands in it once for each."""
         return WorkerStepReport(
             loads=self.loads + other.loads,
             copied=self.copied + other.copied,

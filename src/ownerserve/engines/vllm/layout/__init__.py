@@ -1,1 +1,1 @@
-"""What vLLM keeps for a model and where it lies: components, pages, blocks, a payload's bytes."""
+"""The layout of what vLLM keeps for a model: components, pages, blocks, a payload's bytes."""

@@ -1,4 +1,4 @@
-"""Between vLLM's pages and the canonical payload. Owns no memory and no block.
+"""The codec between vLLM's pages and the canonical payload. Owns no memory and no block.
 
     page of a layer   [blocks, heads, tokens, keys | values]       logical, whatever lies beneath
     on a CPU          [blocks, heads, keys of all tokens, then values], keys in the kernel's order
@@ -33,8 +33,8 @@ LATENT_DIMS = 3
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One part of one layer as [blocks, tiles, rows, ...]: token t of a block is row t % rows of
-    tile t // rows. `holes`: bytes of the last axis that belong to no layer."""
+    """A `Series` is one part of one layer as [blocks, tiles, rows, ...]: token t of a block is row
+    t % rows of tile t // rows. `holes` are bytes of the last axis that belong to no layer."""
 
     view: Tensor
     group: int
@@ -47,7 +47,7 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class PageCodec:
-    """Reads and writes places. Thread-safe: it only makes views."""
+    """A `PageCodec` reads and writes places. Thread-safe: it only makes views."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class PageCodec:
         key_orders: Mapping[str, Sequence[int] | None],
         transposed: Collection[str] = (),
     ) -> None:
-        """`key_orders`: per component how a block's keys lie (compat.cpu_key_order).
+        """Make the views of `caches`. `key_orders` says, by component, how a block's keys lie
+        (compat.cpu_key_order). Raises InvalidInput for pages of another form.
 
         `transposed`: components whose state lies with its last two axes swapped.
         """
@@ -111,11 +112,11 @@ class PageCodec:
         return Series(view, row.group, block_tokens, tuple(holes))
 
     def size(self, place: BlockPlace) -> int:
-        """Bytes of a place's payload."""
+        """Return the bytes of a place's payload."""
         return self._units(place) * self._shape.components[place.component].section.unit_bytes
 
     def read(self, place: BlockPlace, into: memoryview) -> None:
-        """The place's payload, into `into`."""
+        """Copy the place's payload into `into`, which has its size."""
         units = torch.frombuffer(into, dtype=torch.uint8).view(self._units(place), -1)
         if self._has_gaps(place):
             units.zero_()
@@ -129,7 +130,8 @@ class PageCodec:
             self._fill_holes(place, units)
 
     def write(self, place: BlockPlace, data: memoryview) -> None:
-        """The inverse. SpecMismatch when `data` has another length."""
+        """Copy the payload `data` to the place, but for blocks that are not to be written. Raises
+        SpecMismatch when `data` has another length."""
         if len(data) != self.size(place):
             raise SpecMismatch(f"{len(data)} bytes for {self.size(place)} of {place.component}")
         units = _readable(data).view(self._units(place), -1)
@@ -150,7 +152,8 @@ class PageCodec:
         return 1
 
     def _has_gaps(self, place: BlockPlace) -> bool:
-        """Whether something of the unit is not written: padding, or rows of a short window."""
+        """Return whether something of the unit is not written: padding, or rows of a short
+        window."""
         at = self._shape.components[place.component]
         short = place.component == WINDOW and (
             place.end - place.start < self._shape.payload.window_tokens - 1
@@ -159,20 +162,21 @@ class PageCodec:
         return short or at.section.unit_bytes != at.section.payload_bytes
 
     def _fill_holes(self, place: BlockPlace, units: Tensor) -> None:
-        """Zeros where a block holds bytes of no layer of its group: what is left there of its
+        """Write zeros where a block holds bytes of no layer of its group: what is left there of its
         former holders is nobody's to keep."""
         for piece, series in self._typed(place, units):
             for hole in series.holes:
                 piece[..., hole].zero_()
 
     def _pairs(self, place: BlockPlace, units: Tensor) -> Iterator[Piece]:
-        """For every part and layer: its piece of the payload, where that lies, and, when rows are
-        addressed one by one, which rows of the piece."""
+        """Yield, for every part and layer, its piece of the payload, where that lies, and, when
+        rows are addressed one by one, which rows of the piece."""
         for piece, series in self._typed(place, units):
             yield from self._pieces(place, piece, series)
 
     def _typed(self, place: BlockPlace, units: Tensor) -> Iterator[tuple[Tensor, Series]]:
-        """Every part's every layer: its piece of the payload, [units, ...], and where it lies."""
+        """Yield every part's every layer: its piece of the payload, [units, ...], and where it
+        lies."""
         section = self._shape.components[place.component].section
         offset = 0
         for part, layers in zip(section.parts, self._parts[place.component], strict=True):
@@ -209,7 +213,8 @@ class PageCodec:
 
 
 def _held_bytes(cache: Any, layer: str, offset: int, blocks: int) -> int:
-    """Bytes of a block from `offset` on that a layer's view [blocks, ...] covers."""
+    """Return how many bytes of a block, from `offset` on, a layer's view [blocks, ...] covers.
+    Raises InvalidInput where the view begins elsewhere."""
     ok = isinstance(cache, Tensor) and cache.shape[0] % blocks == 0
     item = cache.element_size() if ok else 0
     if not ok or cache.storage_offset() * item != offset:
@@ -228,7 +233,7 @@ def _check_type(cache: Tensor, part: PayloadPart) -> None:
 def _attention(
     cache: Tensor, at: ComponentMap, group: int, *, order: Sequence[int] | None
 ) -> tuple[Series, Series]:
-    """Keys and values of one layer's page."""
+    """Return the keys and values of one layer's page."""
     num_blocks, tokens = cache.shape[0], at.block_tokens[group]
     heads, dim = at.section.parts[0].shape[-2:]
     _check_type(cache, at.section.parts[0])
@@ -248,7 +253,8 @@ def _attention(
 
 
 def _tile(order: Sequence[int], tokens: int, dim: int) -> int:
-    """The tile length n such that a block's keys lie as [tokens / n, dim, n]."""
+    """Return the tile length n such that a block's keys lie as [tokens / n, dim, n]. Raises
+    InvalidInput where there is none."""
     found = torch.tensor(order)
     plain = torch.arange(tokens * dim)
     for rows in range(tokens, 0, -1):
@@ -260,7 +266,7 @@ def _tile(order: Sequence[int], tokens: int, dim: int) -> int:
 
 
 def _latent(cache: Tensor, at: ComponentMap, group: int) -> tuple[Series]:
-    """The one part of a latent page, [blocks, 1, tokens, dim] or [blocks, tokens, dim]."""
+    """Return the one part of a latent page, [blocks, 1, tokens, dim] or [blocks, tokens, dim]."""
     page = cache if cache.dim() == LATENT_DIMS else cache[:, 0]
     tokens, dim = at.block_tokens[group], at.section.parts[0].shape[-1]
     _check_type(cache, at.section.parts[0])
@@ -272,7 +278,7 @@ def _latent(cache: Tensor, at: ComponentMap, group: int) -> tuple[Series]:
 def _state(
     cache: Tensor, at: ComponentMap, group: int, *, offset: int, is_swapped: bool
 ) -> tuple[Series]:
-    """One state of a recurrent layer's page of bytes, [blocks, 1, 1, bytes]."""
+    """Return one state of a recurrent layer's page of bytes, [blocks, 1, 1, bytes]."""
     part = at.section.parts[0]
     count, shape = part.payload_bytes // at.section.layers, part.shape[1:]
     pages = cache.squeeze(dim=(1, 2))
@@ -286,7 +292,7 @@ def _state(
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first index, first block, count) of every run of blocks that follow one another."""
+    """Yield (first index, first block, count) of every run of blocks that follow one another."""
     first = 0
     for index in range(1, len(ids) + 1):
         if index == len(ids) or ids[index] != ids[index - 1] + 1:
@@ -301,7 +307,8 @@ def _torch_dtype(part: PayloadPart) -> torch.dtype:
 
 
 class _Unlocked:
-    """An array that torch takes although its memory is read-only: torch has no such tensors."""
+    """An `_Unlocked` is an array that torch takes although its memory is read-only: torch has no
+    such tensors."""
 
     def __init__(self, data: memoryview) -> None:
         self._array = np.frombuffer(data, np.uint8)
@@ -310,7 +317,8 @@ class _Unlocked:
 
 
 def _readable(data: memoryview) -> Tensor:
-    """`data` as bytes, not copied. They belong to the store: nobody may write into them."""
+    """Return `data` as a tensor of bytes, not copied. They belong to the store: nobody may write
+    into them."""
     return torch.from_numpy(np.asarray(_Unlocked(data)))
 
 

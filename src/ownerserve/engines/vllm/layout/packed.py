@@ -1,4 +1,4 @@
-"""Pages that no canonical payload describes, as plain bytes inside vLLM's blocks.
+"""The pages that no canonical payload describes, as plain bytes inside vLLM's blocks.
 
     a block of a group   | layer 0's page | layer 1's | ... | bytes of no layer |   block-outermost
     row                  | as many pages as stand side by side                  |
@@ -39,7 +39,8 @@ FACTS = (
 
 
 class LayerPages(msgspec.Struct, frozen=True):
-    """One layer's bytes in every block: `offset` in block 0, `stride` from block to block."""
+    """`LayerPages` are one layer's bytes in every block: `offset` in block 0, `stride` from block
+    to block."""
 
     layer: str
     offset: int
@@ -48,8 +49,8 @@ class LayerPages(msgspec.Struct, frozen=True):
 
 
 class PageRun(msgspec.Struct, frozen=True):
-    """Pages of one group without anything between them. `group` counts the component's groups,
-    `blocks` are the group's in a unit of the payload."""
+    """A `PageRun` is pages of one group without anything between them. `group` counts the
+    component's groups, `blocks` are the group's in a unit of the payload."""
 
     group: int
     blocks: int
@@ -69,7 +70,7 @@ class PageRun(msgspec.Struct, frozen=True):
 
 
 def pages_of(kv_cache_config: Any) -> dict[str, LayerPages]:
-    """Every layer's page, from the places that vLLM gave them."""
+    """Return every layer's pages, by layer name, from the places that vLLM gave them."""
     pages = {}
     for tensor in getattr(kv_cache_config, "kv_cache_tensors", ()):
         # Of the two strides the longer one leads to the next block or over all of them.
@@ -81,14 +82,16 @@ def pages_of(kv_cache_config: Any) -> dict[str, LayerPages]:
 
 
 def is_mixed(pages: dict[str, LayerPages], names: Iterable[str]) -> bool:
-    """Whether layers of a group have pages of several sizes: one spec can't describe them."""
+    """Return whether layers of a group have pages of several sizes: one spec can't describe
+    them."""
     return len({pages[name].bytes for name in names if name in pages}) > 1
 
 
 def rows_of(
     pages: dict[str, LayerPages], names: Sequence[str], *, group: int, blocks: int
 ) -> tuple[PageRun, ...]:
-    """A group's pages, those that touch in one row: a copy of a row costs what one page's does."""
+    """Return a group's pages, those that touch in one row: a copy of a row costs what one page's
+    does. Raises InvalidInput for a layer without a place."""
     missing = [name for name in names if name not in pages]
     if missing:
         raise InvalidInput("kv cache", f"no place for {missing[0]}", "report this to OwnerServe")
@@ -103,7 +106,8 @@ def rows_of(
 
 
 def meaning(spec: Any, names: Sequence[str], *, packed_by: str) -> str:
-    """What a group's bytes are, as an identity takes it. `packed_by`: compat.packed_by."""
+    """Return what a group's bytes are, as an identity takes it. `packed_by` is
+    compat.packed_by's."""
     facts = {name: str(getattr(spec, name, None)) for name in FACTS}
     kind = type(spec).__name__
     return msgspec.json.encode(["packed", packed_by, kind, facts, list(names)]).decode()

@@ -1,4 +1,4 @@
-"""Where what the node speaks of lies in vLLM's blocks. Pure: block tables in, places out.
+"""The places in vLLM's blocks of what the node speaks of. Pure: block tables in, places out.
 
 A node's slot is a unit's number in the prefix, or a point's position; a place is blocks and tokens.
 """
@@ -18,7 +18,8 @@ NOT_OURS = -1
 
 
 class BlockPlaces:
-    """The places of one model's state in vLLM's blocks; the object holds no state of its own."""
+    """`BlockPlaces` finds the places of one model's state in vLLM's blocks; the object holds no
+    state of its own."""
 
     def __init__(self, shape: StateShape) -> None:
         self._shape = shape
@@ -26,14 +27,15 @@ class BlockPlaces:
         self._points = shape.layout().point_names
 
     def source(self, tables: Tables, copy: StoreCopy) -> BlockPlace:
-        """The place that a copy of the node reads from."""
+        """Return the place that a copy of the node reads from."""
         name = copy.component
         if name in self._points:
             return self._shape.place(name, tables, *self._shape.span(name, copy.slots[0]))
         return self._range(name, tables, copy.slots)
 
     def point(self, tables: Tables, position: int) -> dict[str, BlockPlace]:
-        """Everything of the point at `position`; empty when some block of it is gone."""
+        """Return the places of the point at `position`, by component; empty when some block of it
+        is gone."""
         places = {
             name: self._shape.place(name, tables, *self._shape.span(name, position))
             for name in self._points
@@ -41,8 +43,8 @@ class BlockPlaces:
         return places if all(map(self._shape.is_there, places.values())) else {}
 
     def goal(self, tables: Tables, filling: Filling, *, hit: int) -> BlockPlace:
-        """Where state from outside goes. What the engine had itself, up to `hit`, is shared with
-        others that may be reading it: it is left as it is."""
+        """Return the place where state from outside goes. What the engine had itself, up to `hit`,
+        is shared with others that may be reading it: its blocks are marked as not to be written."""
         name = filling.component
         if name in self._points:
             start, end = self._shape.span(name, filling.slots[0])
@@ -60,15 +62,15 @@ class BlockPlaces:
         return msgspec.structs.replace(place, blocks=blocks)
 
     def in_part(self, place: BlockPlace) -> set[int]:
-        """Blocks that a window begins inside of. What stands before it is not its tokens' state,
-        so nobody may take such a block for a whole one."""
+        """Return the blocks that a window begins inside of. What stands before it is not its
+        tokens' state, so nobody may take such a block for a whole one."""
         if place.component != WINDOW:
             return set()
         sizes = self._shape.components[WINDOW].block_tokens
         return {ids[0] for ids, size in zip(place.blocks, sizes, strict=True) if place.start % size}
 
     def is_there(self, place: BlockPlace) -> bool:
-        """Whether no block of it is the null block."""
+        """Return whether no block of the place is the null block."""
         return self._shape.is_there(place)
 
     def _range(self, name: str, tables: Tables, units: Sequence[int]) -> BlockPlace:

@@ -1,4 +1,5 @@
-"""What vLLM keeps for a model, as components: from its KV cache groups to the canonical payload.
+"""The shape of what vLLM keeps for a model, as components: from its KV cache groups to the
+canonical payload.
 
     component   kv.payload's sections: dense, swa, mla, conv, recurrent; pages, window_pages
     group       vLLM's: layers that share a block table. One component may be in several of them
@@ -64,14 +65,16 @@ DELTA_STATES = 2
 
 
 class LayerAt(msgspec.Struct, frozen=True):
-    """One layer of a component: vLLM's name for it, and which of the component's groups has it."""
+    """A `LayerAt` is one layer of a component: vLLM's name for it, and which of the component's
+    groups has it."""
 
     name: str
     group: int
 
 
 class ComponentMap(msgspec.Struct, frozen=True):
-    """A component's layers in model order. `groups` are vLLM's group ids, `block_tokens` theirs.
+    """A `ComponentMap` is a component's layers in model order. `groups` are vLLM's group ids,
+    `block_tokens` theirs.
 
     Of pages kept as bytes: `rows`, for each part of the section; `reaches`: tokens before a
     boundary that each group's blocks are kept of.
@@ -85,13 +88,14 @@ class ComponentMap(msgspec.Struct, frozen=True):
     reaches: tuple[int, ...] = ()
 
     def firsts(self, start: int, end: int) -> list[int]:
-        """For each group: its first block with something of [start, end)."""
+        """Return, for each group, its first block with something of [start, end)."""
         starts = [max(start, end - reach) for reach in self.reaches] or [start] * len(self.groups)
         return [at // size for at, size in zip(starts, self.block_tokens, strict=True)]
 
 
 class StateShape(msgspec.Struct, frozen=True):
-    """A model on this engine: its payload, and where each component of it lies."""
+    """A `StateShape` is a model on this engine: its payload, and where each component of it
+    lies."""
 
     payload: Payload
     components: dict[str, ComponentMap]
@@ -101,7 +105,7 @@ class StateShape(msgspec.Struct, frozen=True):
     """Tokens back that each KV group is read; 0: all of them."""
 
     def layout(self) -> Layout:
-        """The layout of this state as cache and node need it."""
+        """Return the layout of this state as cache and node need it."""
         components = tuple(
             Component(
                 name=section.name,
@@ -114,7 +118,8 @@ class StateShape(msgspec.Struct, frozen=True):
         return Layout(self.payload.block_tokens, components)
 
     def model_state(self) -> ModelState:
-        """The model as the planner needs it. An engine that owns its blocks offers no replay."""
+        """Return the model as the planner needs it. An engine that owns its blocks offers no
+        replay."""
         sections, block = self.payload.sections, self.payload.block_tokens
         ranges = [s.unit_bytes for s in sections if s.coverage is Coverage.RANGE]
         points = [s.unit_bytes for s in sections if s.coverage is Coverage.POINT]
@@ -127,19 +132,19 @@ class StateShape(msgspec.Struct, frozen=True):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some state is overwritten by the next token."""
+        """`is_recurrent` tells whether some state is overwritten by the next token."""
         return RECURRENT in self.components
 
     def blocks_for(self, tokens: int, *, step_tokens: int) -> int:
-        """Blocks that so many more tokens of a request take at most, in steps of `step_tokens`:
-        what a window has passed is freed between them."""
+        """Return how many blocks so many more tokens of a request take at most, in steps of
+        `step_tokens`: what a window has passed is freed between them."""
         return sum(
             -(-(min(tokens, window + step_tokens) if window else tokens) // size) + 1
             for size, window in zip(self.group_tokens, self.group_windows, strict=True)
         )
 
     def span(self, component: str, position: int) -> tuple[int, int]:
-        """Tokens that a point at `position` keeps rows of."""
+        """Return the tokens [start, end) that a point at `position` keeps rows of."""
         if component == WINDOW:
             return max(0, position - self.payload.window_tokens + 1), position
         if component == WINDOW_PAGES:
@@ -149,7 +154,7 @@ class StateShape(msgspec.Struct, frozen=True):
     def place(
         self, component: str, tables: Sequence[Sequence[int]], start: int, end: int
     ) -> BlockPlace:
-        """Where tokens [start, end) lie, given a request's block tables."""
+        """Return where tokens [start, end) lie, given a request's block tables."""
         at = self.components[component]
         blocks = tuple(
             tuple(tables[group][first : -(-end // size)])
@@ -160,7 +165,7 @@ class StateShape(msgspec.Struct, frozen=True):
         return BlockPlace(component, blocks, start, end)
 
     def is_there(self, place: BlockPlace) -> bool:
-        """Whether every block of a place is there: 0 is vLLM's null block."""
+        """Return whether every block of a place is there: 0 is vLLM's null block."""
         at = self.components[place.component]
         firsts = at.firsts(place.start, place.end)
         return all(
@@ -196,7 +201,8 @@ class _Group(msgspec.Struct, frozen=True):
 
 
 def describe(kv_cache_config: Any, *, block_tokens: int = 0, packed_by: str = "") -> StateShape:
-    """The state of the model that vLLM's KV cache groups describe.
+    """Return the state of the model that vLLM's KV cache groups describe. Raises InvalidInput for a
+    model that can't be served.
 
     `packed_by` names whose bytes are in pages without a canonical payload (compat.packed_by).
     """
@@ -249,7 +255,8 @@ def _canonical(layers: Sequence[_Layer], block: int) -> dict[str, ComponentMap]:
 def _packed(
     name: str, groups: Sequence[_Group], pages: dict[str, LayerPages], block: int
 ) -> ComponentMap:
-    """Rows of equal shape are one part. Whole blocks: those of a unit, or a window's last ones."""
+    """Describe a component whose pages are kept as bytes: rows of equal shape are one part, in
+    whole blocks, those of a unit or a window's last ones."""
     reaches = []
     by_shape: dict[tuple[int, int], list[PageRun]] = {}
     for index, group in enumerate(groups):
@@ -293,7 +300,7 @@ def _groups(kv_cache_config: Any, pages: dict[str, LayerPages]) -> list[_Group]:
 
 
 def _block_tokens(groups: Sequence[_Group], asked: int) -> int:
-    """B: what vLLM can resume at, and no shorter than pays for its hash."""
+    """Return B: what vLLM can resume at, and no shorter than pays for its hash."""
     least = math.lcm(*(group.block_tokens for group in groups))
     recurrent = any(group.kind == "linear_attention" for group in groups)
     if asked % least or (recurrent and asked not in (0, least)):
@@ -331,9 +338,9 @@ def _shapes(name: str, spec: Any, block: int) -> tuple[tuple[str, tuple[int, ...
 
 
 def _is_plain(kind: str, spec: Any) -> bool:
-    """Whether a page holds one row a token of plain numbers, and nothing else: no scales beside
-    quantised values, several tokens in one state (DeepSeek-V4), an indexer's keys (V3.2), or keys
-    and values of two lengths."""
+    """Return whether a page holds one row a token of plain numbers, and nothing else: no scales
+    beside quantised values, several tokens in one state (DeepSeek-V4), an indexer's keys (V3.2), or
+    keys and values of two lengths."""
     value_size = getattr(spec, "head_size_v", spec.head_size) or spec.head_size
     return (
         kind != "sliding_mla"

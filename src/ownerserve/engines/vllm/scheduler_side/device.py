@@ -1,4 +1,4 @@
-"""vLLM's blocks as a node's Device, and what of them is held until it is copied.
+"""The device of a node in vLLM: its blocks, and what of them is held until it is copied.
 
 Owns references that were taken from the block pool, and nothing else of it. What a request has is
 told by the scheduler's hooks; before that every question is answered `Later`.
@@ -34,7 +34,7 @@ STUCK_S = 1.0
 
 
 class EngineDevice:
-    """A Device whose answers come from the engine's scheduler."""
+    """An `EngineDevice` is a Device whose answers come from the engine's scheduler."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -48,20 +48,22 @@ class EngineDevice:
         return self._layout
 
     def heard(self, turn_id: TurnId, hit: int) -> None:
-        """The engine goes on from `hit` by itself: `DeviceAsked` may follow."""
+        """Note that the engine goes on from token `hit` by itself: `DeviceAsked` may follow."""
         self._hits[turn_id] = hit
 
     def took(self, turn_id: TurnId) -> None:
-        """The engine gave the turn blocks for what was offered: `DevicePlaced` may follow."""
+        """Note that the engine gave the turn blocks for what was offered: `DevicePlaced` may
+        follow."""
         self._taken.add(turn_id)
 
     def forget(self, turn_id: TurnId) -> None:
-        """The turn has nothing here any more."""
+        """Forget the turn, which has nothing here any more."""
         self._hits.pop(turn_id, None)
         self._taken.discard(turn_id)
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
-        """The engine's own hit is whole: what it can't go on from it does not count."""
+        """Return the engine's own hit, down to a boundary, as a whole point: what it can't go on
+        from does not count. `Later` before the engine told."""
         hit = self._hits.get(turn_id)
         if hit is None:
             return Later()
@@ -69,10 +71,12 @@ class EngineDevice:
         return Match(depth, (RestorablePoint(depth),) if depth else ())
 
     def shortage(self, blocks: int) -> None:
-        """vLLM's pool has an order of its own, and says nothing of what goes next is worth."""
+        """Return None: vLLM's pool has an order of its own, and does not say what the blocks that
+        go next are worth."""
 
     def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> SlotsReserved | Later:
-        """A slot is a unit's place in the prefix, a point's its position; `BlockPlace`s follow."""
+        """Return slots for the arrival: a slot is a unit's place in the prefix, a point's its
+        position; `BlockPlace`s follow. `Later` before the engine gave blocks."""
         if turn_id not in self._taken:
             return Later()
         self._taken.remove(turn_id)
@@ -85,7 +89,8 @@ class EngineDevice:
         return SlotsReserved(ticket, start, tuple(range(start // block, end // block)), points)
 
     def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
-        """The request goes on with what was written; the engine's cache takes it from there."""
+        """End the reservation: the request goes on with what was written, and the engine's cache
+        takes it from there."""
         arrival = self._open.pop(ticket)
         if digest != arrival.digest:
             return CacheRefused(CacheRefusal.DIGEST_MISMATCH)
@@ -96,7 +101,8 @@ class EngineDevice:
 
 
 class Pinned(msgspec.Struct):
-    """A point that a running turn may end at, with a reference on every block of it."""
+    """A `Pinned` is a point that a running turn may end at, with a reference on every block of
+    it."""
 
     position: int
     places: dict[str, BlockPlace]
@@ -104,7 +110,7 @@ class Pinned(msgspec.Struct):
 
 
 class Holds:
-    """References on blocks whose bytes are still to be copied."""
+    """`Holds` owns references on blocks whose bytes are still to be copied."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -112,7 +118,7 @@ class Holds:
         self._pinned: dict[TurnId, Pinned] = {}
 
     def bind(self, pool: Any) -> None:
-        """The pool that the references are on."""
+        """Use this pool, on which the references are."""
         self._pool = pool
 
     def hold(self, operation_id: OperationId, places: Sequence[BlockPlace]) -> None:
@@ -120,7 +126,8 @@ class Holds:
         self._held[operation_id] = (time.monotonic(), self._touch(places))
 
     def release(self, operation_id: OperationId) -> None:
-        """The copy is made."""
+        """Give the operation's blocks back, since the copy is made; no error where there are
+        none."""
         held = self._held.pop(operation_id, None)
         if held is not None:
             self._free(held[1])
@@ -132,31 +139,33 @@ class Holds:
         self._pinned[turn_id] = Pinned(position, places, blocks)
 
     def pinned(self, turn_id: TurnId, position: int) -> dict[str, BlockPlace]:
-        """The places of the pinned point at `position`; none when it was given up."""
+        """Return the places of the turn's pinned point at `position`; none when it was given up."""
         pinned = self._pinned.get(turn_id)
         return pinned.places if pinned is not None and pinned.position == position else {}
 
     def unpin(self, turn_id: TurnId) -> None:
-        """The point is copied (and held for that), or nobody wants it."""
+        """Give the turn's pinned point back: it is copied (and held for that), or nobody wants
+        it."""
         pinned = self._pinned.pop(turn_id, None)
         if pinned is not None:
             self._free(pinned.blocks)
 
     def unpin_all(self) -> int:
-        """The pool is short: points that turns may end at go first. How many there were."""
+        """Give all pinned points back, since the pool is short: points that turns may end at go
+        first. Return how many there were."""
         turns = list(self._pinned)
         for turn_id in turns:
             self.unpin(turn_id)
         return len(turns)
 
     def release_all(self) -> None:
-        """The engine stops."""
+        """Give everything back, since the engine stops."""
         self.unpin_all()
         for operation_id in list(self._held):
             self.release(operation_id)
 
     def is_releasing(self) -> bool:
-        """Whether copies are about to give blocks back."""
+        """Return whether copies are about to give blocks back."""
         now = time.monotonic()
         return any(now - since_s < STUCK_S for since_s, _ in self._held.values())
 

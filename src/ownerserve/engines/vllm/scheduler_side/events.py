@@ -1,6 +1,7 @@
-"""What vLLM's KV event stream says of our store: BlockStored when a record is READY, BlockRemoved
-when it turned out to be gone. Blocks carry vLLM's own hashes, so that whoever follows its events
-needs nothing of ours; the medium is STORAGE, the `ownership` (an identifier of the tier) ours.
+"""The KV events that vLLM's stream tells of our store: BlockStored when a record is READY,
+BlockRemoved when it turned out to be gone. Blocks carry vLLM's own hashes, so that whoever follows
+its events needs nothing of ours; the medium is STORAGE, the `ownership` (an identifier of the tier)
+ours.
 
 Owns what was told and not yet taken. Says nothing of GPU blocks: vLLM does, and is right.
 """
@@ -19,7 +20,7 @@ MOST_FOLLOWED = 10_000
 
 
 class BlockSpan(msgspec.Struct, frozen=True):
-    """Blocks [first, last) of a request, as vLLM's events name them."""
+    """A `BlockSpan` is blocks [first, last) of a request, as vLLM's events name them."""
 
     block_hashes: tuple[bytes, ...]
     parent: bytes | None
@@ -29,7 +30,7 @@ class BlockSpan(msgspec.Struct, frozen=True):
 
 
 def span_of(request: Any, start: int, end: int, *, hash_block_tokens: int) -> BlockSpan | None:
-    """Tokens [start, end) of a vLLM request; None: they hold no whole block."""
+    """Return the whole blocks in tokens [start, end) of a vLLM request; None: there is none."""
     first, last = -(-start // hash_block_tokens), end // hash_block_tokens
     last = min(last, len(request.block_hashes))
     if first >= last:
@@ -44,7 +45,8 @@ def span_of(request: Any, start: int, end: int, *, hash_block_tokens: int) -> Bl
 
 
 class ResidencyEvents:
-    """The KV events of one engine core's store; used on the scheduler's thread."""
+    """`ResidencyEvents` are the KV events of one engine core's store; used on the scheduler's
+    thread."""
 
     def __init__(self) -> None:
         self._pending: dict[int, BlockSpan] = {}
@@ -57,7 +59,7 @@ class ResidencyEvents:
             self._pending[operation_id] = span
 
     def kept(self, operation_id: int) -> None:
-        """A record that was ordered is READY: its blocks are told as stored."""
+        """Tell the blocks of a record that was ordered as stored: it is READY."""
         from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 
         span = self._pending.pop(operation_id, None)
@@ -79,7 +81,7 @@ class ResidencyEvents:
         self._events.append(event)
 
     def not_kept(self, operation_id: int) -> None:
-        """A record that was ordered was given up: nothing is told of it."""
+        """Forget a record that was ordered and given up: nothing is told of it."""
         self._pending.pop(operation_id, None)
 
     def lost(self, span: BlockSpan) -> None:
@@ -96,11 +98,11 @@ class ResidencyEvents:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a record is being written."""
+        """`is_waiting` tells whether a record is being written."""
         return bool(self._pending)
 
     def take(self) -> list[Any]:
-        """Events since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 

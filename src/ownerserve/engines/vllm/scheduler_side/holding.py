@@ -1,4 +1,4 @@
-"""What this engine's store holds, session by session: a thread that looks and answers.
+"""The holding of this engine's store, session by session: a thread that looks and answers.
 
     scheduler's thread ── left, lost, missed, over ──> inbox ──> Residency ──> the store's index
     RPC's thread ────────────── page(after) ─────────> inbox ──> Inventory ──> PageIs
@@ -42,13 +42,14 @@ Chore = Callable[[], None]
 
 
 class Holding:
-    """The inventory of one engine's store. What is told never waits; `page` gives a future."""
+    """A `Holding` is the inventory of one engine's store. What is told never waits; `page` gives a
+    future."""
 
     def __init__(
         self, names: RecordNames, directories: Sequence[Path], journal: Path, *, can_replay: bool
     ) -> None:
-        """`directories`: the store of each rank, whose shards count together; `journal`: the file
-        for a later life."""
+        """Start the thread. `directories` are the stores of the ranks, whose shards count together;
+        `journal` is the file for a later life."""
         self._can_replay = can_replay
         self.inventory = Inventory()
         """Written by the thread alone."""
@@ -65,20 +66,20 @@ class Holding:
     # -- told by the scheduler's thread --------------------------------------------------------
 
     def left(self, tips: Iterable[Tip]) -> None:
-        """Sessions were left there by a turn, and all copies of it are answered for."""
+        """Tell that turns left sessions at `tips`, and all copies of them are answered for."""
         for tip in tips:
             self._tell(partial(self._left, tip))
 
     def lost(self, lost: RecordsLost) -> None:
-        """Records went from a rank's store."""
+        """Tell that records went from a rank's store."""
         self._tell(lambda: self._lost(lost))
 
     def missed(self, session_id: SessionId) -> None:
-        """A restore of the session found less than was there."""
+        """Tell that a restore of the session found less than was there."""
         self._tell(lambda: self._residency.missed(session_id, _now()))
 
     def over(self, session_id: SessionId) -> None:
-        """The session has ended."""
+        """Tell that the session has ended."""
         self._tell(lambda: self._forget(session_id))
 
     def renamed(self, names: RecordNames) -> None:
@@ -86,14 +87,15 @@ class Holding:
         self._tell(lambda: self._rename(names))
 
     def close(self) -> None:
-        """Stop the thread; what is to be written down is written."""
+        """Stop the thread; what is to be written down is written first."""
         self._inbox.put(None)
         self._thread.join(JOIN_S)
 
     # -- asked by the RPC's thread -------------------------------------------------------------
 
     def page(self, after: int, unit: RoutingUnit) -> Future[RpcAnswer]:
-        """What was said after the word number `after`, as `unit`'s."""
+        """Ask for a page of the words after number `after`, as `unit`'s; the thread answers the
+        future."""
         answer: Future[RpcAnswer] = Future()
         self._tell(lambda: self._say(after, unit, answer))
         return answer
@@ -174,7 +176,7 @@ class Holding:
 
 
 class Shards:
-    """The indexes of all ranks' stores, read as their writers last committed them."""
+    """`Shards` are the indexes of all ranks' stores, read as their writers last committed them."""
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = directories
@@ -182,7 +184,7 @@ class Shards:
         self._tried_s = -PAUSE_S
 
     def held(self, ids: Sequence[bytes]) -> frozenset[bytes] | None:
-        """Which of `ids` every rank has; None: one of them does not answer now."""
+        """Return which of `ids` every rank has; None: one of them does not answer now."""
         if not self._open():
             return None
         held = frozenset(ids)
@@ -198,7 +200,8 @@ class Shards:
             snapshot.close()
 
     def _open(self) -> bool:
-        """A store may not be there yet: its writer makes it."""
+        """Open the indexes that are missing, every PAUSE_S at most; return whether all are open. A
+        store may not be there yet: its writer makes it."""
         missing = self._directories[len(self._snapshots) :]
         if missing and _now() - self._tried_s >= PAUSE_S:
             self._tried_s = _now()

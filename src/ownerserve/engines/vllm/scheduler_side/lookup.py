@@ -1,4 +1,4 @@
-"""Which records stand in the store: asked by the scheduler, answered by a thread.
+"""The lookup of records in the store: asked by the scheduler, answered by a thread.
 
 Owns the thread and a read-only view of the store's index. The worker side is the store's one
 writer, perhaps in another process; what it has committed is seen here. Never blocks the caller.
@@ -29,7 +29,8 @@ Chore: TypeAlias = Callable[[], None]
 
 
 class StoreLookup:
-    """The thread that looks records up in the store; `submit` and `poll` return at once."""
+    """A `StoreLookup` is the thread that looks records up in the store; `submit` and `poll` return
+    at once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -41,20 +42,20 @@ class StoreLookup:
         self._thread.start()
 
     def submit(self, find: FindRecords) -> None:
-        """Every `find` gets one answer."""
+        """Queue the `find`; every one gets one answer."""
         self._asked.put(find)
 
     def later(self, chore: Chore) -> None:
-        """Do this on the thread, after what was asked: a scheduler's hook writes no file."""
+        """Do the chore on the thread, after what was asked: a scheduler's hook writes no file."""
         self._asked.put(chore)
 
     @property
     def has_answers(self) -> bool:
-        """Whether `poll` has any."""
+        """`has_answers` tells whether `poll` has any."""
         return bool(self._found)
 
     def poll(self) -> Iterable[RecordsFound]:
-        """The answers since the last call."""
+        """Yield the answers since the last call."""
         while self._found:
             yield self._found.popleft()
 
@@ -86,7 +87,8 @@ class StoreLookup:
         return RecordsFound(find.operation_id, dict.fromkeys(ids, Tier.DISK), inside)
 
     def _open(self) -> StoreSnapshot | None:
-        """The store may not be there yet: its writer makes it."""
+        """Return the view of the store's index; None where the store is not there yet: its writer
+        makes it."""
         if self._snapshot is None and time.monotonic() - self._tried_s >= OPEN_AGAIN_S:
             self._tried_s = time.monotonic()
             try:
@@ -97,8 +99,8 @@ class StoreLookup:
 
 
 def _inside(snapshot: StoreSnapshot, find: FindRecords) -> tuple[Inside, ...]:
-    """The tenant's records that hold the first boundary that any of them holds: a branch shares
-    their front."""
+    """Return the tenant's records that hold the first boundary that any of them holds: a branch
+    shares their front."""
     for digest in find.boundaries:
         at = snapshot.at_boundary(digest)
         if own := [(meta, units) for meta, units in at if meta.tenant == find.tenant]:

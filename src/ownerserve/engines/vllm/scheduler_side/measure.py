@@ -1,4 +1,5 @@
-"""What prompts and loads cost here, from when things happened. Feeds the node's cost model.
+"""The measurement of what prompts and loads cost here, from when things happened. Feeds the node's
+cost model.
 
 A prompt is measured whole, and only when nothing ran beside any of its steps.
 """
@@ -27,7 +28,7 @@ Later: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 class RunningPrompt(msgspec.Struct, eq=False):
-    """A prompt of `tokens` that is being computed from token `start` on."""
+    """A `RunningPrompt` is a prompt of `tokens` that is being computed from token `start` on."""
 
     start: int
     tokens: int
@@ -37,14 +38,16 @@ class RunningPrompt(msgspec.Struct, eq=False):
 
 
 class ScheduledStep(msgspec.Struct, frozen=True):
-    """A step that was scheduled. `batch`: sequences that decode in it; 0 when any does more."""
+    """A `ScheduledStep` is a step that was scheduled. `batch` counts the sequences that decode in
+    it; 0 when any does more."""
 
     batch: int
     at_s: float
 
 
 class ConnectorObserver:
-    """The measurement of every step, prompt and load of one engine, for the node's cost model."""
+    """A `ConnectorObserver` measures every step, prompt and load of one engine, for the node's cost
+    model."""
 
     def __init__(
         self,
@@ -54,7 +57,8 @@ class ConnectorObserver:
         tell: Callable[[CostModel], None],
         least_tokens: int = 1,
     ) -> None:
-        """Prompts of which fewer than `least_tokens` are computed decide nothing: not measured.
+        """Make it and tell what is known. Prompts of which fewer than `least_tokens` are computed
+        decide nothing: they are not measured.
 
         `later` does something on another thread: what was learnt is written there. `tell` hears
         of what was learnt, at most once in TELL_S.
@@ -69,7 +73,7 @@ class ConnectorObserver:
         tell(calibration.model)
 
     def scheduled(self, tokens: Mapping[str, int], now: float) -> None:
-        """A step is about to run, with so many tokens of each request."""
+        """Note that a step is about to run, with so many tokens of each request."""
         if tokens:
             decodes_only = max(tokens.values()) == 1
             self._steps.append(ScheduledStep(len(tokens) if decodes_only else 0, now))
@@ -77,7 +81,7 @@ class ConnectorObserver:
     def computing(
         self, turn_id: TurnId, start: int, end: int, *, prompt: int, others: int, now: float
     ) -> None:
-        """A step computes [start, end) of a turn, beside `others`."""
+        """Note that a step computes [start, end) of a turn, beside `others` other requests."""
         if prompt - start >= self._least_tokens and turn_id not in self._prompts:
             self._prompts[turn_id] = RunningPrompt(start, prompt, now)
         running = self._prompts.get(turn_id)
@@ -86,8 +90,8 @@ class ConnectorObserver:
             running.is_alone = running.is_alone and not others
 
     def reported(self, now: float) -> None:
-        """A step's answer is here: it took from when it was scheduled, or from the answer before,
-        if steps overlap."""
+        """Learn from a step whose answer is here: it took from when it was scheduled, or from the
+        answer before, if steps overlap."""
         if self._steps:
             step = self._steps.popleft()
             if step.batch:
@@ -97,7 +101,7 @@ class ConnectorObserver:
         self.stepped(now)
 
     def stepped(self, now: float) -> None:
-        """Prompts may be done."""
+        """Learn from the prompts that are done, and tell and write what is due."""
         done = [turn_id for turn_id, at in self._prompts.items() if at.end >= at.tokens]
         for turn_id in done:
             at = self._prompts.pop(turn_id)
@@ -111,14 +115,16 @@ class ConnectorObserver:
             self._later(partial(self._calibration.write, data))
 
     def loaded(self, result: LoadResult) -> None:
-        """A load is done. The planner is told of one store, so this is one tier's time."""
+        """Learn from a load that is done. The planner is told of one store, so this is one tier's
+        time."""
         self._calibration.observe((Loaded(Tier.DISK, result.bytes, result.ms),))
 
     def forget(self, turn_id: TurnId) -> None:
-        """The turn is over, or lost its blocks. What it taught is told: no step may follow."""
+        """Forget the turn, which is over or lost its blocks. What it taught is told: no step may
+        follow."""
         self._prompts.pop(turn_id, None)
         self._tell(self._calibration.model)
 
     def close(self) -> None:
-        """Keep what was learnt."""
+        """Write what was learnt, as far as the drive answers in time."""
         self._calibration.save()

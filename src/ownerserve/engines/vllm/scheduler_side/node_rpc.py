@@ -1,4 +1,5 @@
-"""The engine core's RPC handler: what the worker says of itself, on the node's RPC port (loopback).
+"""The RPC handler of the engine core: what the worker says of itself, on the node's RPC port
+(loopback).
 
 vLLM's scheduler thread sleeps while there is no request, so nothing is asked of it: the handler
 keeps what the hooks told last, and answers from that on its own thread. What must happen on the
@@ -53,7 +54,7 @@ ADDRESS_FILE = "rpc.address"
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about an engine that do not change in its life."""
+    """`EngineLimits` are the facts about an engine that do not change in its life."""
 
     unit: RoutingUnit
     model: str
@@ -67,7 +68,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """The load that the hooks told last; `as_of` in seconds since 1970."""
+    """An `EngineLoad` is the load that the hooks told last; `as_of` in seconds since 1970."""
 
     as_of: float
     pending_tokens: int = 0
@@ -79,7 +80,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class NodeRpcHandler:
-    """The answerer of the engine core's RPC port.
+    """A `NodeRpcHandler` answers on the engine core's RPC port.
 
     `arrived`, `stepped` and `gone` are called on the scheduler's thread, the rest on any.
     """
@@ -115,7 +116,7 @@ class NodeRpcHandler:
             server.start(self.answer)
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering and remove the address from the store."""
         if self._address_file is not None:
             self._address_file.unlink(missing_ok=True)
         for server in self._servers:
@@ -125,7 +126,7 @@ class NodeRpcHandler:
     # -- told by the hooks ---------------------------------------------------------------------
 
     def arrived(self, request_id: str, tokens: int) -> None:
-        """A request is here and waits."""
+        """Note a request that is here and waits, with so many tokens to compute."""
         self.gone(request_id)
         self._waiting[request_id] = tokens
         self._pending_tokens += tokens
@@ -138,8 +139,8 @@ class NodeRpcHandler:
         total_tokens: int,
         evictable_tokens: int = 0,
     ) -> None:
-        """A step runs these requests, and leaves so many prompt tokens of each to compute; of the
-        pool so much is unused, and so much held by what nobody uses."""
+        """Note that a step runs these requests, and leaves so many prompt tokens of each to
+        compute; of the pool so much is unused, and so much held by what nobody uses."""
         running, waiting = self._running, self._waiting
         for request_id, tokens in left.items():
             before = running.get(request_id)
@@ -158,11 +159,12 @@ class NodeRpcHandler:
         )
 
     def measured(self, speed: SpeedStatement, tiers: Sequence[TierStatement]) -> None:
-        """What prompts, steps and loads take now."""
+        """Note what prompts, steps and loads take now."""
         self._speed, self._tiers = speed, tuple(tiers)
 
     def gone(self, request_id: str) -> None:
-        """A request ended, however. After the last one no step follows that would tell so."""
+        """Forget a request that ended, however. After the last one no step follows that would tell
+        so."""
         self._pending_tokens -= self._waiting.pop(request_id, 0) + self._running.pop(request_id, 0)
         if not self._running and not self._waiting:
             told = self._told
@@ -174,7 +176,7 @@ class NodeRpcHandler:
             )
 
     def released(self) -> list[SessionId]:
-        """Sessions that went elsewhere since the last call."""
+        """Return the sessions that went elsewhere since the last call."""
         sessions: list[SessionId] = []
         while not self._released.empty():  # nobody else takes from it
             sessions.append(self._released.get_nowait())
@@ -218,7 +220,7 @@ class NodeRpcHandler:
         return Admit(ahead_prefill_tokens=status.pending_prefill_tokens)
 
     def _line(self, asked: AskLine) -> AnswerLine:
-        """The worker's line: its name, its load, and whose the session is."""
+        """Return the worker's line: its name, its load, and whose the session is."""
         owner = self._sessions.heard(asked)
         return AnswerLine(
             unit=self._unit,
@@ -229,7 +231,8 @@ class NodeRpcHandler:
         )
 
     def _status(self) -> WorkerLoad:
-        """The load after the last step. Made here and not in it: steps are many, questions few.
+        """Return the load after the last step. Made here and not in the step: steps are many,
+        questions few.
 
         Where nothing runs or waits, what was in use is cached now, or held for a last copy.
         """
@@ -248,7 +251,8 @@ class NodeRpcHandler:
         )
 
     def _profile(self) -> ProfileStatement:
-        """What the worker can do. A handler stands beside a store, so the disk tier is there."""
+        """Return what the worker can do. A handler stands beside a store, so the disk tier is
+        there."""
         limits, servers = self._limits, self._servers
         return ProfileStatement(
             models=(limits.model,),

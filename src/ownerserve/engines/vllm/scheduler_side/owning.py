@@ -45,12 +45,12 @@ HOST_FIELD = "kv_connector_extra_config.rpc_host"
 
 
 def fleet_key(key_file: str) -> FleetKey | None:
-    """The keys in `key_file`; empty: none. Raises InvalidInput."""
+    """Read the keys in `key_file`; None where that is empty. Raises InvalidInput."""
     return read_fleet_key(Path(key_file), field=KEY_FIELD) if key_file else None
 
 
 def gateway_port(host: str, port: int, key_file: str) -> RpcServer | None:
-    """The port at which gateways of other hosts ask; None without a `host`.
+    """Make the port at which gateways of other hosts ask; None without a `host`.
 
     Raises InvalidInput where nothing can listen there, or nobody may without keys.
     """
@@ -64,9 +64,9 @@ def gateway_port(host: str, port: int, key_file: str) -> RpcServer | None:
 
 
 def opener(url: str, key_file: str = "") -> Callable[[], Directory]:
-    """A maker of clients of the directory at `url`, with the fleet's keys in `key_file` (empty:
-    none). Raises InvalidInput for what names none, or one whose client is not installed beside
-    vLLM."""
+    """Return a maker of clients of the directory at `url`, with the fleet's keys in `key_file`
+    (empty: none). Raises InvalidInput for what names none, or one whose client is not installed
+    beside vLLM."""
     key = fleet_key(key_file)
     if url.startswith(KEYED) and key is None:
         raise InvalidInput(FIELD, f"{url[:80]} wants the fleet's keys", "set curve_key_file too")
@@ -81,7 +81,8 @@ _NOTHING = AskLine()
 
 
 class SessionsHere:
-    """The sessions with turns at one engine. `ownership` None: there is no directory."""
+    """`SessionsHere` are the sessions with turns at one engine. `ownership` None: there is no
+    directory."""
 
     def __init__(self, ownership: Ownership | None) -> None:
         self._ownership = ownership
@@ -92,12 +93,12 @@ class SessionsHere:
 
     @property
     def owns(self) -> bool:
-        """Whether sessions are owned here at all."""
+        """`owns` tells whether sessions are owned here at all."""
         return self._ownership is not None
 
     @property
     def counts(self) -> dict[str, int]:
-        """Frames, what the directory answered, and what was refused here, so far."""
+        """`counts` are frames, what the directory answered, and what was refused here, so far."""
         if self._ownership is None:
             return {}
         refused = list(self._ownership.owner.refused.items())
@@ -110,7 +111,7 @@ class SessionsHere:
     # -- told by the scheduler's thread --------------------------------------------------------
 
     def came(self, request: Any) -> None:
-        """A turn is here."""
+        """Note that a turn of a session is here, and tell the directory."""
         session = session_of(request)
         if session is None:
             return
@@ -120,8 +121,8 @@ class SessionsHere:
             self._tell(TurnCame(SessionId(session)))
 
     def ended(self, request: Any, tokens: Packed, tenant: bytes = b"") -> None:
-        """A turn is here no more. Unless it was given up it leaves `tokens` computed, or was the
-        session's last."""
+        """Note that a turn is here no more. Unless it was given up it leaves `tokens` computed, or
+        was the session's last."""
         session = session_of(request)
         if session is None:
             return
@@ -140,7 +141,7 @@ class SessionsHere:
             self._tell(SessionLeft(SessionId(session)))
 
     def close(self) -> None:
-        """Give all back, if the directory answers in time."""
+        """Give all sessions back, if the directory answers in time."""
         if self._ownership is not None:
             self._ownership.close(within_s=CLOSE_S)
 
@@ -151,7 +152,7 @@ class SessionsHere:
     # -- asked by the RPC's thread -------------------------------------------------------------
 
     def release(self, asked: ReleaseSession) -> Released | Reject:
-        """The session goes elsewhere, unless a turn of it is here."""
+        """Give the session up, which goes elsewhere; rejected while a turn of it is here."""
         with self._lock:
             if asked.session_id in self._turns:
                 return Reject(WorkerRefusal.SESSION_IS_RUNNING)
@@ -160,7 +161,8 @@ class SessionsHere:
             return self._ownership.release(asked)
 
     def heard(self, asked: AskLine) -> OwnerIs | None:
-        """What a gateway says of a turn that comes; who owns its session, as far as is known."""
+        """Note what a gateway says of a turn that comes; return who owns its session, as far as is
+        known."""
         session = asked.session_id
         if self._ownership is None or session is None or not is_name(session):
             return None

@@ -16,7 +16,8 @@ NOTHING, NOTHING_YET = WorkerCommands(), WorkerCommands(is_idle=True)
 
 
 class PendingCommands:
-    """The commands of the step being built, and the loads that are not answered."""
+    """`PendingCommands` are the commands of the step being built, and the loads that are not
+    answered."""
 
     def __init__(self) -> None:
         self.bringing: set[int] = set()
@@ -45,7 +46,7 @@ class PendingCommands:
         self._drops += self.bringing
 
     def take(self, *, is_idle: bool) -> WorkerCommands:
-        """The commands since the last call."""
+        """Return the commands since the last call."""
         if not (self._loads or self._saves or self._drops or self._failures):
             return NOTHING_YET if is_idle else NOTHING
         commands = WorkerCommands(
@@ -60,7 +61,7 @@ class PendingCommands:
 
 
 class Tally:
-    """Answers by operation; one counts when every worker has given it."""
+    """A `Tally` counts answers by operation; one counts when every worker has given it."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -76,7 +77,8 @@ class Tally:
                 yield operation_id
 
     def over(self, result: LoadResult) -> LoadResult | None:
-        """A load when every worker has answered: failed when one of them failed; else None."""
+        """Return the load's result once every worker has answered: a failed one when one of them
+        failed; else None."""
         if result.reason:
             self._failed[result.operation_id] = result
         if not any(self.complete("loads", (result.operation_id,))):

@@ -1,4 +1,5 @@
-"""The scheduler's side: vLLM's hooks to a node's events, effects to commands for the workers.
+"""The scheduler's side turns vLLM's hooks into a node's events, and effects into commands for the
+workers.
 
 Owns which requests are turns of ours and the commands of the step being built. Decides nothing
 (HostedNodeState does) and waits for nothing: lookups run on a thread, bytes move in the workers.
@@ -84,7 +85,9 @@ log = logging.getLogger("vllm.ownerserve")
 
 
 class SchedulerParts(msgspec.Struct, frozen=True):
-    """The parts that a scheduler's side works with, each of which decides nothing about a turn.
+    """`SchedulerParts` are the parts that a scheduler's side works with, each of which decides
+    nothing about a turn. `bypassed` says why no state of this engine has an identity; None when it
+    has. `step_tokens` is the most that one step computes.
 
     `bypassed`: why no state of this engine has an identity;
     None when it has. `step_tokens`: most that one step computes."""
@@ -102,27 +105,29 @@ class SchedulerParts(msgspec.Struct, frozen=True):
 
 
 class Counting:
-    """Counters of several owners as one, since the start or since they were last taken."""
+    """A `Counting` adds up the counters of several owners, since the start or since they were last
+    taken."""
 
     def __init__(self, sources: Mapping[str, Callable[[], Mapping[str, int]]]) -> None:
-        """`sources`: a prefix, and who counts what stands under it."""
+        """Make it; `sources` maps a prefix to what counts under it."""
         self._sources = sources
         self._told: dict[str, dict[str, int]] = {prefix: {} for prefix in sources}
         self._stirred = False
 
     def stir(self) -> None:
-        """Something may have been counted."""
+        """Note that something may have been counted."""
         self._stirred = True
 
     def totals(self) -> Counter[str]:
-        """The counts since the start."""
+        """Return the counts since the start."""
         totals: Counter[str] = Counter()
         for prefix, source in self._sources.items():
             totals.update({f"{prefix}{name}": number for name, number in source().items()})
         return totals
 
     def take(self) -> dict[str, int]:
-        """The counts since the last call, of every step: where nothing stirred it is free."""
+        """Return the counts since the last call, which comes with every step: it is free where
+        nothing stirred."""
         taken: dict[str, int] = {}
         if self._stirred:
             self._stirred = False
@@ -136,7 +141,7 @@ class Counting:
 
 
 class SchedulerSide:
-    """The scheduler's side of one engine core, called on its thread."""
+    """A `SchedulerSide` is the scheduler's side of one engine core, called on its thread."""
 
     def __init__(
         self, state: HostedNodeState, device: EngineDevice, shape: StateShape, parts: SchedulerParts
@@ -171,7 +176,7 @@ class SchedulerSide:
         self._pool: Any = None
 
     def bind(self, pool: Any, manager: Any) -> None:
-        """vLLM's block pool, and the manager of its block tables where it has one to give."""
+        """Use vLLM's block pool, and the manager of its block tables where it has one to give."""
         self._pool, self._manager = pool, manager
         self.holds.bind(pool)
         self._soft.bind(pool, self._shape.group_tokens)
@@ -180,7 +185,7 @@ class SchedulerSide:
     # -- hooks ---------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
-        """A new request: look for its state."""
+        """Take in a new request and look for its state."""
         self.counting.stir()
         self._soft.resumed(session_of(request), _now())
         self.reports.arrived(request)
@@ -194,7 +199,8 @@ class SchedulerSide:
         self._look(request)
 
     def matched(self, request: Any, hit: int) -> tuple[int | None, bool]:
-        """How much beyond `hit` will be brought; None: not known yet."""
+        """Return how many tokens beyond `hit` will be brought, and whether they are loaded beside
+        the steps; None: not known yet."""
         turn_id = TurnId(request.request_id)
         turn = self._turns.get(turn_id)
         self._make_room(request.num_tokens - hit, asking=session_of(request))
@@ -213,7 +219,8 @@ class SchedulerSide:
         return (None, False) if self.state.is_waiting(turn_id) else (0, False)
 
     def placed(self, request: Any, tables: Tables, tokens: int) -> None:
-        """The request has blocks; `tokens` beyond the hit are to be brought into them."""
+        """Take in that the request has blocks; `tokens` beyond the hit are to be brought into
+        them."""
         self.counting.stir()
         turn_id = TurnId(request.request_id)
         turn = self._turns.get(turn_id)
@@ -234,7 +241,7 @@ class SchedulerSide:
             self.pending.fail(request.request_id)
 
     def build(self, output: Any) -> WorkerCommands:
-        """The commands of a step: what it saves and loads."""
+        """Return the commands of a step: what it saves and loads."""
         self._poll()
         for loaded in self._turns.values():
             self._discredit(loaded)
@@ -273,7 +280,7 @@ class SchedulerSide:
         self._measuring.reported(now)
 
     def finished(self, request: Any, tables: Tables) -> None:
-        """A request is over, or was given up: keep what is computed beyond doubt."""
+        """Take in that a request is over, or was given up: keep what is computed beyond doubt."""
         self.counting.stir()
         self.reports.gone(request.request_id)
         if request.status.name != "FINISHED_ABORTED":
@@ -308,7 +315,7 @@ class SchedulerSide:
         self._discredit(turn)
 
     def status(self) -> dict[str, int]:
-        """What is under way, and the totals."""
+        """Return what is under way, and the totals."""
         return {
             "turns": len(self._turns),
             "holds": len(self.holds),
@@ -318,7 +325,8 @@ class SchedulerSide:
         }
 
     def frees_soon(self) -> bool:
-        """Asked when a running request finds no block: whether one is about to come back."""
+        """Return whether blocks are about to come back; asked when a running request finds none.
+        Pinned points are given up."""
         return self.holds.unpin_all() > 0 or self.holds.is_releasing()
 
     def switch_off(self) -> None:
@@ -345,7 +353,7 @@ class SchedulerSide:
         self._holding.renamed(state.names)
 
     def close(self) -> None:
-        """The engine stops."""
+        """Give everything back and stop the threads, since the engine stops."""
         self._soft.clear()
         self.holds.release_all()
         self._measuring.close()
@@ -369,7 +377,7 @@ class SchedulerSide:
         self._perform(self.state.handle(event, _now()))
 
     def _turn_ended(self, request: Any, tables: Tables) -> None:
-        """The session of a finished request idles from now on, or is over."""
+        """Let the session of a finished request idle from now on, or end."""
         session = session_of(request)
         if session is not None and is_final(request):
             self._soft.released(session)
@@ -380,7 +388,8 @@ class SchedulerSide:
             self._soft.finished(session, tuple(map(list, tables)), _now())
 
     def _tell_left(self) -> None:
-        """Where a gateway's sessions were left, now that the store has all that will be of it."""
+        """Tell where a gateway's sessions were left, now that the store has all that will be of
+        it."""
         if self.state.saves.left:
             left, self.state.saves.left = self.state.saves.left, []
             self._holding.left([tip for tip in left if is_name(tip.session_id)])
@@ -424,7 +433,8 @@ class SchedulerSide:
         self._perform(self.state.handle(event, _now()), turn)
 
     def _begun(self, turn: TrackedRequest, cached: int) -> None:
-        """A prompt's first step: what came of it. vLLM's hits end at whole blocks of all groups."""
+        """Count what came of a prompt, at its first step. vLLM's hits end at whole blocks of all
+        groups."""
         turn.is_told = True
         prompt, session = pack(turn.request.prompt_token_ids or ()), session_of(turn.request)
         known = self._known.tokens_of(SessionId(session), Plain(prompt)) if session else 0
@@ -521,7 +531,7 @@ class SchedulerSide:
             self.holds.pin(TurnId(turn.request.request_id), position, places)
 
     def _discredit(self, turn: TrackedRequest) -> None:
-        """Blocks that were filled in part lose their hash: they may not serve another hit."""
+        """Take the hash off blocks that were filled in part: they may not serve another hit."""
         if turn.partial:
             self._pool.evict_blocks(turn.partial)
 

@@ -28,7 +28,7 @@ to the front (at worst: given up) that on average no more than this are moved fo
 
 
 class Block(Protocol):
-    """vLLM's KVCacheBlock, as far as it is read here."""
+    """A `Block` is vLLM's KVCacheBlock, as far as it is read here."""
 
     block_id: int
     ref_cnt: int
@@ -40,14 +40,14 @@ class Block(Protocol):
 
 
 class FreeQueue(Protocol):
-    """vLLM's FreeKVCacheBlockQueue."""
+    """A `FreeQueue` is vLLM's FreeKVCacheBlockQueue, as far as it is read here."""
 
     fake_free_list_head: Block
     num_free_blocks: int
 
 
 class BlockPool(Protocol):
-    """vLLM's BlockPool."""
+    """A `BlockPool` is vLLM's BlockPool, as far as it is used here."""
 
     blocks: Sequence[Block]
     free_block_queue: FreeQueue
@@ -58,7 +58,8 @@ class BlockPool(Protocol):
 
 
 class SoftStatus(msgspec.Struct, frozen=True):
-    """What idle sessions keep now. `lost` were taken by vLLM, `given_up` were needed."""
+    """A `SoftStatus` counts what idle sessions keep now. `lost` were taken by vLLM, `given_up` were
+    needed."""
 
     sessions: int
     blocks: int
@@ -70,7 +71,8 @@ class SoftStatus(msgspec.Struct, frozen=True):
 
 
 class SoftReferences:
-    """See the module. Called on the scheduler's thread only."""
+    """`SoftReferences` keeps the blocks that idle sessions wish for at the far end of the pool's
+    free queue (see the module). Called on the scheduler's thread only."""
 
     def __init__(self, settings: SoftReference) -> None:
         self._settings = settings
@@ -80,15 +82,16 @@ class SoftReferences:
 
     @property
     def counts(self) -> Counter[str]:
-        """`moved`, `given_up`, `expired`, `over_limit`, `lost`: blocks so far."""
+        """`counts` are blocks so far: `moved`, `given_up`, `expired`, `over_limit`, `lost`."""
         return self._ledger.counts if self._ledger is not None else Counter()
 
     def __len__(self) -> int:
-        """Blocks that idle sessions wish for."""
+        """Return how many blocks idle sessions wish for."""
         return 0 if self._ledger is None else len(self._ledger)
 
     def bind(self, pool: BlockPool, group_block_tokens: Sequence[int] = ()) -> None:
-        """Use this pool. `group_block_tokens`: tokens a block of each KV cache group spans."""
+        """Use this pool. `group_block_tokens` are the tokens that a block of each KV cache group
+        spans."""
         self._pool = pool
         self._group_block_tokens = group_block_tokens
         if self._settings.ttl_s > 0:
@@ -99,7 +102,8 @@ class SoftReferences:
     def finished(
         self, session_id: str | None, blocks_by_group: Sequence[Sequence[int]], now: float
     ) -> None:
-        """A turn of the session ended well, with these block tables; 0 is the null block."""
+        """Refer to the blocks of a session's turn that ended well, with these block tables; 0 is
+        the null block."""
         ledger, pool = self._ledger, self._pool
         if ledger is None or pool is None or session_id is None:
             return
@@ -109,18 +113,18 @@ class SoftReferences:
         ledger.ended(session_id, blocks, now)
 
     def resumed(self, session_id: str | None, now: float) -> None:
-        """A turn of the session is here; it may have to wait."""
+        """Begin the session's time anew, since a turn of it is here; it may have to wait."""
         if self._ledger is not None and session_id is not None:
             self._ledger.is_back(session_id, now)
 
     def released(self, session_id: str) -> None:
-        """The session has gone elsewhere."""
+        """Forget the session, which has gone elsewhere or is over."""
         if self._ledger is not None:
             self._ledger.drop(session_id)
 
     def make_room(self, blocks: int, now: float, *, asking: str | None = None) -> int:
-        """`blocks` are about to be taken: let it be such that nobody wishes for. Asked before each
-        step, also one that only decodes: here references end.
+        """Move wished-for blocks out of the way, since `blocks` are about to be taken. Called
+        before each step, also one that only decodes: here references end.
 
         Where there are too few of those, idle sessions give up theirs, tails first, the session
         `asking` last. Returns how many were given up. Never fails: what can't be spared is taken.
@@ -163,17 +167,17 @@ class SoftReferences:
             self._ledger.clear()
 
     def wants(self, block: Block) -> bool:
-        """Whether an idle session wishes for what the block holds now."""
+        """Return whether an idle session wishes for what the block holds now."""
         ledger = self._ledger
         return ledger is not None and ledger.wants(SoftBlock(block.block_id, block.block_hash))
 
     def check(self) -> None:
-        """The wishes agree with themselves. Raises AssertionError."""
+        """Raise InvariantViolated unless the wishes agree with themselves."""
         if self._ledger is not None:
             self._ledger.check()
 
     def status(self) -> SoftStatus:
-        """What idle sessions keep now."""
+        """Return what idle sessions keep now; blocks that vLLM has taken are forgotten first."""
         if self._ledger is None:
             return SoftStatus(0, 0, 0, 0, 0, 0, 0)
         self._ledger.forget_lost(self._holds)
@@ -184,7 +188,8 @@ class SoftReferences:
         )
 
     def _front(self, pool: BlockPool, blocks: int) -> tuple[list[Block], int]:
-        """Wished-for blocks before the last of the first `blocks` others; how many others."""
+        """Return the wished-for blocks before the last of the first `blocks` others, and how many
+        others there are."""
         assert self._ledger is not None
         in_the_way: list[Block] = []
         others = 0
@@ -200,7 +205,7 @@ class SoftReferences:
     def _by_position(
         self, pool: BlockPool, blocks_by_group: Sequence[Sequence[int]]
     ) -> Iterator[SoftBlock]:
-        """Cached blocks of all groups in the order of the tokens they end with."""
+        """Yield the cached blocks of all groups in the order of the tokens they end with."""
         lengths = self._group_block_tokens or [1] * len(blocks_by_group)
         placed = [
             ((index + 1) * tokens, group, block_id)
@@ -218,7 +223,7 @@ class SoftReferences:
 
 
 def free_blocks(pool: BlockPool) -> Iterator[Block]:
-    """The pool's free blocks in the order in which it takes them."""
+    """Yield the pool's free blocks in the order in which it takes them."""
     block = pool.free_block_queue.fake_free_list_head.next_free_block
     while block is not None and block.block_id >= 0:  # the fake tail is -1
         yield block

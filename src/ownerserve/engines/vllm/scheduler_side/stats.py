@@ -1,4 +1,4 @@
-"""Counters to vLLM's own log line and /metrics, by its hooks for connectors."""
+"""The counters for vLLM's own log line and /metrics, by its hooks for connectors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class OwnerServeStats(KVConnectorStats):  # type: ignore[misc]
-    """What was counted since the last step that asked. Numbers by name; they add up."""
+    """`OwnerServeStats` is what was counted since the last step that asked: numbers by name, which
+    add up."""
 
     @classmethod
     def taken(cls, side: SchedulerSide) -> OwnerServeStats | None:
@@ -37,7 +38,8 @@ class OwnerServeStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
-    """ownerserve_vllm_*: one labelled counter for outcomes, one for bytes."""
+    """`OwnerServeProm` exports ownerserve_vllm_*: labelled counters for outcomes, bytes and
+    tokens."""
 
     def __init__(
         self,

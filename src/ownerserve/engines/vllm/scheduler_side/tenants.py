@@ -1,4 +1,4 @@
-"""Tenants by vLLM's `cache_salt`: each salt's state bears a name that only this store can make.
+"""The tenants by vLLM's `cache_salt`: each salt's state bears a name that only this store can make.
 
 Owns the store's salt secret, read or made at start: STORE/salt.key, 32 random bytes, mode 0600.
 """
@@ -17,14 +17,16 @@ SECRET_FILE = "salt.key"
 
 
 class Tenants:
-    """`secret` None: salted requests have no name here."""
+    """`Tenants` makes the salts of a store's tenants. `secret` None: salted requests have no name
+    here."""
 
     def __init__(self, secret: bytes | None) -> None:
         self._secret = secret
 
     @classmethod
     def of(cls, store: Path) -> Tenants:
-        """The tenants of a store; they have no names where its secret can't be read or made."""
+        """Return the tenants of a store; they have no names where its secret can't be read or
+        made."""
         path = store / SECRET_FILE
         try:
             store.mkdir(parents=True, exist_ok=True)
@@ -37,14 +39,16 @@ class Tenants:
         return cls(secret)
 
     def salt(self, cache_salt: str | None) -> bytes | None:
-        """The tenant's; empty for who has none, None where it can't be made."""
+        """Return the tenant's salt; empty for a request without a `cache_salt`, None where it can't
+        be made."""
         if not cache_salt:
             return b""
         return None if self._secret is None else tenant_salt(self._secret, cache_salt)
 
 
 def _write_once(path: Path, secret: bytes) -> None:
-    """Two engines may start at once: both end up with the first one's."""
+    """Write the secret unless there is one. Two engines may start at once: both end up with the
+    first one's."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(secret)

@@ -1,4 +1,4 @@
-"""A request as the scheduler's side knows it."""
+"""The requests as the scheduler's side knows them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_IN_FLIGHT = 64
 
 
 class TrackedRequest(msgspec.Struct, eq=False):
-    """A request whose state has an identity here.
+    """A `TrackedRequest` is a request whose state has an identity here.
 
     `tenant` is empty for state that all may share. `partial` are blocks that hold a window only in
     part: vLLM must not take them for whole ones. `is_told`: what came of its prompt is counted.
@@ -32,12 +32,13 @@ class TrackedRequest(msgspec.Struct, eq=False):
 
 
 def session_of(request: Any) -> str | None:
-    """The session's name: a gateway's, or a client's own where no gateway stands in front."""
+    """Return the session's name: a gateway's, or a client's own where no gateway stands in front;
+    None: it has none."""
     return _told(request).name
 
 
 def is_final(request: Any) -> bool:
-    """Whether the session ends with this turn."""
+    """Return whether the session ends with this turn."""
     return _told(request).final
 
 

@@ -17,7 +17,8 @@ from ownerserve.store.format.model import Meta
 
 
 class WorkerReports:
-    """`handler` None: nobody can ask; `events` None: KV events are not enabled."""
+    """`WorkerReports` are the reports of one engine core. `handler` None: nobody can ask; `events`
+    None: KV events are not enabled."""
 
     def __init__(
         self,
@@ -27,7 +28,8 @@ class WorkerReports:
         component: str,
         groups: Sequence[int],
     ) -> None:
-        """`component`: whose records stand for a prefix; `groups`: tokens of a block, by group."""
+        """Make them; `component` is the one whose records stand for a prefix, `groups` are the
+        tokens of a block, by group."""
         self._handler = handler
         self._events = events
         self._component = component
@@ -37,19 +39,20 @@ class WorkerReports:
         """Requests of whose prompt something is still to be computed."""
 
     def bind(self, pool: Any) -> None:
-        """vLLM's block pool."""
+        """Use vLLM's block pool."""
         self._pool = pool
 
     # -- load ----------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
-        """A request is here and waits, ours or not; also one that lost its blocks."""
+        """Report a request that is here and waits, ours or not; also one that lost its blocks."""
         if self._handler is not None:
             self._filling[request.request_id] = request
             self._handler.arrived(request.request_id, request.num_tokens)
 
     def stepped(self, scheduled: Mapping[str, int]) -> Sequence[str]:
-        """A step computes so many tokens of each; sessions that went elsewhere since the last."""
+        """Report a step that computes so many tokens of each request; return the sessions that went
+        elsewhere since the last one."""
         handler, pool = self._handler, self._pool
         if handler is None or pool is None:
             return ()
@@ -71,35 +74,36 @@ class WorkerReports:
         return handler.released()
 
     def measured(self, speed: SpeedStatement, tiers: Sequence[TierStatement]) -> None:
-        """What prompts, steps and loads take now."""
+        """Report what prompts, steps and loads take now."""
         if self._handler is not None:
             self._handler.measured(speed, tiers)
 
     def gone(self, request_id: str) -> None:
-        """A request ended, however."""
+        """Report a request that ended, however."""
         if self._handler is not None:
             self._filling.pop(request_id, None)
             self._handler.gone(request_id)
 
     def _tokens(self, blocks: int) -> int:
-        """What `blocks` hold of a sequence that needs a block of every group for its tokens."""
+        """Return how many tokens `blocks` hold of a sequence that needs a block of every group for
+        its tokens."""
         return int(blocks / self._blocks_per_token)
 
     # -- the store -----------------------------------------------------------------------------
 
     def ordered(self, operation_id: int, request: Any, meta: Meta) -> None:
-        """A record is being written."""
+        """Remember a record that is being written, where its blocks are to be told."""
         if self._events is not None and meta.component == self._component:
             span = self._span(request, meta.first_token, meta.end_token)
             self._events.ordered(operation_id, span)
 
     def kept(self, operation_id: int) -> None:
-        """A record is READY: its blocks are told as stored."""
+        """Tell the blocks of a record as stored: it is READY."""
         if self._events is not None:
             self._events.kept(operation_id)
 
     def not_kept(self, operation_id: int) -> None:
-        """A record was given up."""
+        """Forget a record that was given up: nothing is told of it."""
         if self._events is not None:
             self._events.not_kept(operation_id)
 
@@ -109,11 +113,11 @@ class WorkerReports:
             self._events.lost(span)
 
     def is_waiting(self) -> bool:
-        """Whether an event is still to come of what is being written."""
+        """Return whether an event is still to come of what is being written."""
         return self._events is not None and self._events.is_waiting
 
     def events(self) -> list[Any]:
-        """KV events since the last call."""
+        """Return the KV events since the last call."""
         return self._events.take() if self._events is not None else []
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Order between the engine's stream and our copies. On a CPU there is nothing to order."""
+"""The order between the engine's stream and our copies. On a CPU there is nothing to order."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 
 class CopyStream(Protocol):
-    """Where copies run beside the engine's work."""
+    """A `CopyStream` is where copies run beside the engine's work."""
 
     def mark(self) -> Any:
-        """What the engine has queued so far. Called on the engine's thread."""
+        """Return a mark of what the engine has queued so far; called on the engine's thread."""
         ...
 
     def after(self, mark: Any) -> Any:
-        """A context whose copies run after `mark`, and are done when it is left."""
+        """Return a context whose copies run after `mark`, and are done when it is left."""
         ...
 
 
 class HostStream:
-    """A CPU engine: a step's work is done when its thread says so."""
+    """A `HostStream` serves a CPU engine, where a step's work is done when its thread says so."""
 
     def mark(self) -> None:
         return None
@@ -33,7 +33,8 @@ class HostStream:
 
 
 class CudaStream:
-    """A stream of our own, so that the engine's is never waited for by its thread."""
+    """A `CudaStream` is a stream of our own, so that the engine's is never waited for by its
+    thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,10 +56,11 @@ class CudaStream:
 
 
 def host_runtime(device: torch.device) -> Any:
-    """What page-locks the host memory that is copied to `device`; None where nothing needs it."""
+    """Return what page-locks the host memory that is copied to `device`; None where nothing needs
+    it."""
     return torch.cuda.cudart() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def stream_of(device: torch.device) -> CopyStream:
-    """The stream for caches on `device`."""
+    """Return the stream for caches on `device`."""
     return CudaStream(device) if device.type == "cuda" else HostStream()

@@ -1,4 +1,4 @@
-"""The worker's side: performs commands. Reads, verifies and writes; copies and stores.
+"""The worker's side performs commands: it reads, verifies and writes; copies and stores.
 
 Owns the store (this rank's shard of it) and the threads that touch it. The engine's thread only
 hands over commands and collects what is done.
@@ -49,7 +49,8 @@ NO_REPORT = WorkerStepReport()
 
 
 class Loading(msgspec.Struct, eq=False):
-    """A load under way; `left` batches are not done. Guarded by the worker's condition."""
+    """A `Loading` is a load under way; `left` batches are not done. Guarded by the worker's
+    condition."""
 
     load: LoadInto
     until_s: float
@@ -60,12 +61,13 @@ class Loading(msgspec.Struct, eq=False):
 
 
 class WorkerSide:
-    """The worker's side of one rank."""
+    """A `WorkerSide` is the worker's side of one rank."""
 
     def __init__(
         self, backing: Backing | None, codec: PageCodec, stream: CopyStream, *, readers: int
     ) -> None:
-        """`backing` None: the medium is not to be had, and everything is a miss."""
+        """Start the saver and `readers` reading threads. `backing` None: the medium is not to be
+        had, and everything is a miss."""
         self._backing = backing
         self._tiers = backing.tiers if backing is not None else None
         self._codec = codec
@@ -104,7 +106,8 @@ class WorkerSide:
             self._failed.update(commands.failures)
 
     def save(self, commands: WorkerCommands) -> None:
-        """Hand over the step's saves: its forward is queued, so its blocks are as they will be."""
+        """Hand over the step's saves, whose forward is queued, so that its blocks are as they will
+        be."""
         if not commands.saves:
             return
         ready = self._stream.mark()
@@ -119,7 +122,8 @@ class WorkerSide:
             self._saves.put((save, ready))
 
     def results(self, commands: WorkerCommands | None) -> tuple[set[str], set[str]]:
-        """Requests whose load is over, and those of them whose load has failed."""
+        """Return the requests whose load is over since the last call, and those of them whose load
+        has failed. An idle step waits a moment for news."""
         if not (self._loading or self._unsaved or self._received):
             return set(), set()
         with self._changed:
@@ -131,7 +135,7 @@ class WorkerSide:
         return received, failed
 
     def report(self) -> WorkerStepReport:
-        """What was done since the last report."""
+        """Return what was done since the last report."""
         lost = self._tiers.losses.take() if self._tiers is not None else None
         if not (lost or self._done or self._copied or self._kept or self._not_kept):
             return NO_REPORT
@@ -149,7 +153,7 @@ class WorkerSide:
         return report
 
     def close(self) -> None:
-        """Finish what is under way and let another writer in."""
+        """Finish the saves under way, cancel the loads, and let another writer in."""
         self._saves.put(None)
         self._saver.join(timeout=30)
         with self._changed:
@@ -241,7 +245,7 @@ class WorkerSide:
                 self._give_up_saves()
 
     def _give_up_saves(self) -> None:
-        """Blocks go back to the engine. The caller has the condition."""
+        """Give the blocks of all saves back to the engine. The caller has the condition."""
         self._copied += self._uncopied
         self._not_kept += self._unsaved
         self._uncopied.clear()
@@ -282,7 +286,8 @@ class WorkerSide:
     def _reserve(
         self, save: SaveCommand, ready: Any, filled: list[tuple[SaveCommand, Reservation]]
     ) -> bool:
-        """Copy the place into the store's own buffer; True: it stands there already."""
+        """Copy the place into the store's own buffer; True: the record stands in the store
+        already."""
         if self._tiers is None:
             return False
         reserved = self._tiers.reserve(save.meta, self._codec.size(save.place))
@@ -321,7 +326,7 @@ class WorkerSide:
 
 
 def _batches(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Index ranges of about BATCH_BYTES each."""
+    """Return index ranges of about BATCH_BYTES each."""
     ranges, first, held = [], 0, 0
     for index, size in enumerate(sizes):
         if held and held + size > BATCH_BYTES:
