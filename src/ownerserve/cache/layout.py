@@ -193,10 +193,12 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def range_names(self) -> tuple[str, ...]:
+        """Return the names of the range components."""
         return tuple(c.name for c in self.components if c.coverage is Coverage.RANGE)
 
     @property
     def point_names(self) -> tuple[str, ...]:
+        """Return the names of the point components."""
         return tuple(c.name for c in self.components if c.coverage is Coverage.POINT)
 
     def needed_at(self, position: int) -> tuple[str, ...]:

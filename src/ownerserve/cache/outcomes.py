@@ -160,8 +160,9 @@ class Shortage(msgspec.Struct, frozen=True):
 
 
 class RestorablePoint(msgspec.Struct, frozen=True):
-    """A restorable point: range state of [0, position) is resident; `lacks` names what else is
-    needed to go on there and is not."""
+    """A restorable point is a boundary with resident range state of [0, position); `lacks` names
+    what else is needed to go on there and is not.
+    """
 
     position: int
     lacks: tuple[str, ...] = ()

@@ -73,7 +73,9 @@ class Spill(msgspec.Struct, frozen=True, tag=True):
 
 
 class EvictedState(msgspec.Struct, frozen=True, tag="Dropped"):
-    """One run freed so much; nothing is asked for."""
+    """A run that evicted says how many range blocks and point slots that freed; nothing is asked
+    for.
+    """
 
     blocks: int
     points: int
@@ -124,6 +126,7 @@ class Pressure:
 
     @property
     def watermarks(self) -> Watermarks:
+        """Return the watermarks in force; setting them has the next run look anew."""
         return self._watermarks
 
     @watermarks.setter

@@ -56,9 +56,13 @@ class Directory(Protocol):
     a backend or a network does: what could not be done is `Refused`.
     """
 
-    def execute(self, requests: Sequence[Request]) -> list[Outcome]: ...
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        """Decide on the requests in order; returns one outcome for each."""
+        ...
 
-    def status(self) -> DirectoryStatus: ...
+    def status(self) -> DirectoryStatus:
+        """Return how the directory is."""
+        ...
 
     def sweep(self, limit: int) -> int:
         """Clean up behind units and sessions that never ended; looks at `limit` records at most,
@@ -69,4 +73,6 @@ class Directory(Protocol):
         """Lose all memory on purpose and start a new term: workers fill it from inventories."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Let go of connections; the directory's memory stays."""
+        ...

@@ -8,7 +8,9 @@ from typing import Protocol
 class Clock(Protocol):
     """A clock returns the seconds since an arbitrary origin; it never goes back."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Return the seconds."""
+        ...
 
 
 class ManualClock:

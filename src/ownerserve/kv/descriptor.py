@@ -34,6 +34,7 @@ class KvFormat(StrEnum):
 
     @property
     def latent_only(self) -> bool:
+        """Tell whether the format exists for latents only."""
         return self in (KvFormat.FP8_DS_MLA, KvFormat.MXFP8, KvFormat.NVFP4)
 
 

@@ -69,6 +69,7 @@ class PayloadPart(msgspec.Struct, frozen=True):
 
     @property
     def payload_bytes(self) -> int:
+        """Return the bytes of the array; raises InvalidInput for an unknown `dtype`."""
         size = ITEM_BYTES.get(self.dtype)
         if size is None:
             raise InvalidInput("dtype", f"{self.dtype!r}", f"use one of {', '.join(ITEM_BYTES)}")
@@ -76,6 +77,7 @@ class PayloadPart(msgspec.Struct, frozen=True):
 
     @property
     def padded_bytes(self) -> int:
+        """Return the bytes of the array with its padding."""
         return -(-self.payload_bytes // PART_ALIGN_BYTES) * PART_ALIGN_BYTES
 
 
@@ -87,18 +89,22 @@ class PayloadSection(msgspec.Struct, frozen=True):
 
     @property
     def unit_bytes(self) -> int:
+        """Return the bytes that the section takes in a unit, padding included."""
         return sum(part.padded_bytes for part in self.parts)
 
     @property
     def payload_bytes(self) -> int:
+        """Return the bytes of the section's arrays in a unit, without padding."""
         return sum(part.payload_bytes for part in self.parts)
 
     @property
     def coverage(self) -> Coverage:
+        """Return whether the section is range state or point state."""
         return COVERAGE_OF[self.name]
 
     @property
     def layers(self) -> int:
+        """Count the layers that the section has."""
         return self.parts[0].shape[0]
 
 
@@ -116,6 +122,7 @@ class Payload(msgspec.Struct, frozen=True):
     window_tokens: int = 0
 
     def section(self, name: str) -> PayloadSection:
+        """Return the section of that name; raises StopIteration when there is none."""
         return next(section for section in self.sections if section.name == name)
 
     def digest(self) -> bytes:

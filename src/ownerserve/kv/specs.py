@@ -37,6 +37,7 @@ class Precision(StrEnum):
 
     @property
     def bits(self) -> int:
+        """Return the bits of one element."""
         return _BITS[self]
 
 
@@ -61,6 +62,7 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def bits(self) -> int:
+        """Return the bits of all its elements."""
         return self.elements * self.precision.bits
 
 
@@ -174,6 +176,7 @@ class StateSpec(msgspec.Struct, frozen=True):
 
     @property
     def coverage(self) -> Coverage:
+        """Return whether the state is kept by ranges of tokens or at boundaries."""
         return Coverage.RANGE if isinstance(self.kind, PerToken | Compressed) else Coverage.POINT
 
     @property
@@ -270,6 +273,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
+        """Return the states of all layers, in the layers' order."""
         return tuple(state for layer in self.layers for state in layer.states)
 
     def count(self, role: Role) -> int:

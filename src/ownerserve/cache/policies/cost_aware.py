@@ -21,7 +21,8 @@ LOAD_SHARE = 0.1
 
 
 class CostAware(EvictionPolicy):
-    """The lowest expected reuse x restore cost per byte goes first, told apart by what can differ.
+    """CostAware lets the lowest expected reuse x restore cost per byte go first, told apart by what
+    can differ.
 
     Tails of intervals: every block costs about the same per byte, so expected reuse decides: what
     fewer live sessions refer to, then what was used longest ago, then what is cheaper to compute.

@@ -8,7 +8,7 @@ from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
 class Fifo(EvictionPolicy):
-    """What came first goes first, used or not."""
+    """Fifo lets what came first go first, used or not."""
 
     name: ClassVar[str] = "fifo"
 

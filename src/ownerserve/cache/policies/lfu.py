@@ -8,7 +8,7 @@ from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
 class Lfu(EvictionPolicy):
-    """What the fewest turns came back to goes first; among equals the least recent."""
+    """Lfu lets what the fewest turns came back to go first; among equals the least recent."""
 
     name: ClassVar[str] = "lfu"
 

@@ -8,7 +8,7 @@ from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
 class Lru(EvictionPolicy):
-    """What was not used for longest goes first."""
+    """Lru lets what was not used for longest go first."""
 
     name: ClassVar[str] = "lru"
 

@@ -8,7 +8,7 @@ from ownerserve.cache.policies.base import Candidate, EvictionPolicy, Key
 
 
 class Priority(EvictionPolicy):
-    """State of turns with a lower `priority` goes first, however recent."""
+    """Priority lets state of turns with a lower `priority` go first, however recent."""
 
     name: ClassVar[str] = "priority"
 

@@ -41,6 +41,7 @@ class SlotPool:
 
     @property
     def used(self) -> int:
+        """Count the slots that are not free."""
         return self.capacity - self.free
 
     def take_one(self) -> int:

@@ -137,6 +137,7 @@ class ResumeDepth(msgspec.Struct, eq=False):
 
     @property
     def is_bare(self) -> bool:
+        """Tell whether neither point state nor a session's frontier is here."""
         return self.slots is None and not self.anchors
 
 
@@ -160,6 +161,7 @@ class Node(msgspec.Struct, eq=False):
 
     @property
     def end(self) -> int:
+        """Return the depth, in blocks, at which the interval ends."""
         return self.start + len(self.blocks)
 
     @property
@@ -195,8 +197,9 @@ _depth = attrgetter("depth")
 
 
 class Freed(msgspec.Struct):
-    """One eviction run freed so much: range slots, point slots (a list by component index for each
-    stop), and how many of those stops could be restored at before."""
+    """Freed is what one eviction run freed: range slots, point slots (a list by component index for
+    each stop), and how many of those stops could be restored at before.
+    """
 
     blocks: list[int]
     points: list[list[int | None]]
@@ -555,8 +558,9 @@ class PrefixTree:
 
 
 class ResumePlace(msgspec.Struct, frozen=True):
-    """A turn opens at a resume place: load `stop` (None: the empty state), compute from depth
-    `start`, write from depth `floor` on."""
+    """A resume place is where a turn opens: load `stop` (None: the empty state), compute from depth
+    `start`, write from depth `floor` on.
+    """
 
     stop: ResumeDepth | None
     start: int

@@ -117,23 +117,29 @@ class Records(Protocol):
     decision made anew.
     """
 
-    def get(self, key: Key, /) -> Record | None: ...
+    def get(self, key: Key, /) -> Record | None:
+        """Return the record under `key`; None when there is none."""
+        ...
 
 
 @lru_cache(UNITS_CACHED)
 def holder_key(worker: WorkerId, dp_rank: int) -> Key:
+    """Return the key of the record of a unit's place in the fleet."""
     return Key(b"w:%b/%d" % (worker.encode(), dp_rank))
 
 
 def unit_key(unit: RoutingUnit) -> Key:
+    """Return the key of the record of the unit's place, whichever life that tells of."""
     return holder_key(unit.worker, unit.dp_rank)
 
 
 def session_key(session_id: SessionId) -> Key:
+    """Return the key of the session's record."""
     return Key(b"s:" + session_id.encode())
 
 
 def prefix_key(prefix_hash: PrefixHash) -> Key:
+    """Return the key of the prefix's record."""
     return Key(b"p:" + prefix_hash)
 
 
@@ -143,6 +149,7 @@ def prefix_named(key: Key) -> PrefixHash:
 
 
 def group_key(group: str) -> Key:
+    """Return the key of the group's record."""
     return Key(b"g:" + group.encode())
 
 
@@ -159,6 +166,7 @@ def holder_at(records: Records, key: Key) -> HolderRecord | None:
 
 
 def session_of(records: Records, session_id: SessionId) -> SessionRecord | None:
+    """Return the session's record; None when it is not known."""
     return session_at(records, session_key(session_id))
 
 
@@ -170,6 +178,7 @@ def session_at(records: Records, key: Key) -> SessionRecord | None:
 
 
 def prefix_of(records: Records, prefix_hash: PrefixHash) -> PrefixRecord | None:
+    """Return the prefix's record; None when it is not known."""
     return prefix_at(records, prefix_key(prefix_hash))
 
 
@@ -181,6 +190,7 @@ def prefix_at(records: Records, key: Key) -> PrefixRecord | None:
 
 
 def group_of(records: Records, group: str) -> GroupRecord | None:
+    """Return the group's record; None when it is not known."""
     found = records.get(group_key(group))
     assert found is None or isinstance(found, GroupRecord)
     return found
@@ -208,6 +218,7 @@ def with_location(places: Sequence[Location], new: Location) -> tuple[Location, 
 def without_location(
     places: Sequence[Location], unit: RoutingUnit | None, tier: TierCode
 ) -> tuple[Location, ...]:
+    """Return the copies `places` without that of `unit` (None: the shared one) in `tier`."""
     return tuple(place for place in places if place.unit != unit or place.tier is not tier)
 
 

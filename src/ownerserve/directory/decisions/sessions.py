@@ -162,6 +162,7 @@ def _owned_by(session: SessionRecord, unit: RoutingUnit, at: Moment) -> SessionR
 
 
 def session_is(records: Records, session: SessionRecord, at: Moment) -> SessionIs:
+    """Return the session as it stands at that moment, and whether its owner lives."""
     lives = checks.owner_lives(holder_of(records, session.owner), session.owner, at.now_s)
     return SessionIs(
         session.owner,

@@ -55,6 +55,7 @@ class TransactionDraft:
         self.changed: dict[Key, Record | None] = {}
 
     def get(self, key: Key) -> Record | None:
+        """Return the record under `key` as the draft has left it; None when there is none."""
         if key in self.changed:
             return self.changed[key]
         return self._below.get(key)

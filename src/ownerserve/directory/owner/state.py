@@ -296,13 +296,17 @@ class OwnerState:
         return ask.sent_s + lease_s - self._margin_s
 
     def _void_if_over(self, now_s: float) -> None:
-        """A lapsed lease takes with it all that it covered, and all answers still to come."""
+        """Void a lapsed lease: it takes with it all that it covered, and all answers still to
+        come.
+        """
         if self.phase is OwnerPhase.LIVE and not self._lease_covers(now_s):
             self._lapse("lease_over")
             self.phase = OwnerPhase.JOINING
 
     def _stop_serving(self, session_id: SessionId) -> None:
-        """Ownership ends before the hand-over is asked for, not after it was answered."""
+        """Give the session up before its hand-over or end is asked for, not after it was
+        answered.
+        """
         self._lose(session_id)
 
     def _take(self, number: int) -> Ask | None:
@@ -310,8 +314,9 @@ class OwnerState:
         return self._asks.pop(number, None)
 
     def _carry(self) -> None:
-        """Grants of a directory that forgot this unit wait: the new lease does not cover them
-        yet."""
+        """Set aside the grants of a directory that forgot this unit: the new lease does not cover
+        them yet.
+        """
         until_s = self._lease_until_s
         self._carried.update({name: (one, until_s) for name, one in self.grants.items()})
         self.grants.clear()
@@ -349,8 +354,9 @@ class OwnerState:
         return self._ask(Bind(session_id, self.unit, parent, self.seen), now_s)
 
     def _adopted(self, told: Publish, outcome: Published, now_s: float) -> Asks:
-        """Sessions that were reported are ours again. One that may not be is asked for: its record
-        may name this unit all the same, and then nobody else could have it."""
+        """Own the sessions again that were reported and adopted. One that may not be is asked for:
+        its record may name this unit all the same, and then nobody else could have it.
+        """
         asks: Asks = []
         adopted = set(outcome.adopted)
         for one in told.sessions:
@@ -410,8 +416,10 @@ class OwnerState:
         return self._advance(session_id, now_s)
 
     def _doubt(self, session_id: SessionId, told: Advance, now_s: float) -> Asks:
-        """A directory that does not know what it gave us has lost its memory, and says so when the
-        lease is renewed. One that renews it has swept the session, or ended it."""
+        """Renew the lease before believing that a session is unknown. A directory that does not
+        know what it gave us has lost its memory, and says so then; one that renews it has swept the
+        session, or ended it.
+        """
         if session_id in self._doubted:
             self._doubted.discard(session_id)
             self._lose(session_id)
@@ -430,13 +438,14 @@ class OwnerState:
         return current.owner == self.unit and current.epoch == grant.epoch
 
     def _lose(self, session_id: SessionId) -> None:
-        """The session is not owned here any more, and nothing of it is told."""
+        """Own the session no more, and tell nothing of it."""
         self.grants.pop(session_id, None)
         self._tips.pop(session_id, None)
 
     def _transferred(self, request: Transfer, outcome: Outcome, now_s: float) -> Asks:
-        """A hand-over is answered: the session is the target's, by this attempt or an earlier one;
-        else it is asked for again."""
+        """Take the answer to a hand-over: the session is the target's, by this attempt or an
+        earlier one; else it is asked for again.
+        """
         if isinstance(outcome, Bound):
             return []
         if isinstance(outcome, Conflict) and outcome.current.owner != self.unit:
@@ -444,8 +453,9 @@ class OwnerState:
         return self.want(request.session_id, now_s)
 
     def _lost_standing(self, reason: DirectoryRefusal, ask: Ask, now_s: float) -> Asks:
-        """The directory does not count this life among the living: it registers anew, unless a
-        later life has."""
+        """Register anew where the directory does not count this life among the living, unless a
+        later life has registered.
+        """
         if self.phase is not OwnerPhase.LIVE and not isinstance(ask.request, Register | Publish):
             return []
         if reason is DirectoryRefusal.STALE_INCARNATION:
@@ -462,8 +472,9 @@ class OwnerState:
         return [self._ask(Register(self.unit, self.seen), now_s)]
 
     def _lapse(self, reason: str) -> None:
-        """The lease is over. What was owned, or was being adopted, is bound anew: while nobody else
-        took a session, its record still names this unit, and nobody else could have it."""
+        """End the lease. What was owned, or was being adopted, is bound anew: while nobody else
+        took a session, its record still names this unit, and nobody else could have it.
+        """
         owned = {name: _Wanted() for name in [*self._carried, *self.grants][-WANTED_MAX:]}
         self._void(reason)
         self._wanted = owned | self._wanted
@@ -476,8 +487,9 @@ class OwnerState:
         self._forget_asks()
 
     def _forget_asks(self) -> None:
-        """Open requests are dropped. Sessions that are wanted stay so: they are asked for under the
-        next lease."""
+        """Drop the open requests. Sessions that are wanted stay so: they are asked for under the
+        next lease.
+        """
         self._asks.clear()
         self._advancing.clear()
         self._doubted.clear()
@@ -491,9 +503,10 @@ class OwnerState:
         return ask
 
     def _ask_again(self, ask: Ask, now_s: float) -> Ask:
-        """The request goes again under a new number: an answer counts for the attempt that it
+        """Send the request again under a new number: an answer counts for the attempt that it
         belongs to. A lease is counted from its own attempt, so answers of earlier ones are not
-        waited for."""
+        waited for.
+        """
         del self._asks[ask.number]
         return self._ask(self._updated(ask.request), now_s)
 

@@ -70,6 +70,9 @@ class FetchedRecords:
         return all(raw[key] == ABSENT for key in keys)
 
     def get(self, key: Key) -> Record | None:
+        """Return the record under `key`; None when there is none. Raises RecordNotFetched if it was
+        not read.
+        """
         raw = self.raw.get(key)
         if raw is None:
             raise RecordNotFetched(key)
@@ -120,6 +123,7 @@ class CommitBatch:
                 add(_item(SET, key, before, value))
 
     def encoded(self) -> bytes:
+        """Return the batch's bytes, as the script reads them."""
         return b"".join(self._parts)
 
 

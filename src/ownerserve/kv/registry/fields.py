@@ -24,6 +24,7 @@ class Fields:
         return iter(self._values)
 
     def name(self, field: str) -> str:
+        """Return the field's name as errors have it, with the objects that it lies in."""
         return f"{self._prefix}{field}"
 
     def has(self, field: str) -> bool:
@@ -56,9 +57,11 @@ class Fields:
         return value
 
     def integer_or(self, field: str, otherwise: int, *, least: int = 1) -> int:
+        """Return the whole number under `field`, `least` or more; `otherwise` when it is absent."""
         return self.integer(field, least=least) if self.has(field) else otherwise
 
     def text(self, field: str) -> str:
+        """Return the text under `field`. Raises InvalidInput for anything else."""
         value = self._values[self.first_of(field)]
         if not isinstance(value, str):
             raise InvalidInput(self.name(field), f"{value!r} is no text", "write a string")
@@ -76,6 +79,7 @@ class Fields:
         return tuple(value)
 
     def texts(self, field: str) -> tuple[str, ...]:
+        """Return the list of texts under `field`. Raises InvalidInput for anything else."""
         value = self._values[self.first_of(field)]
         if not isinstance(value, Sequence) or any(not isinstance(v, str) for v in value):
             raise InvalidInput(self.name(field), "is no list of texts", "list one for each layer")

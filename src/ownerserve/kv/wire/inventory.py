@@ -23,10 +23,11 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 
 
 class Has(msgspec.Struct, frozen=True, tag_field="is", tag="has", gc=False):
-    """Tokens [0, `tokens`) of the session lie in `tier` (device, host, disk or remote), as its last
-    turn left them. `prefix_hash` names them, in hex; empty: the worker has not hashed so far.
-    `kinds`: bits of the kinds of state that are there (directory.rules). `tenant`: the salt of whom
-    it belongs to, in hex; empty: all may share it."""
+    """A Has says that tokens [0, `tokens`) of the session lie in `tier` (device, host, disk or
+    remote), as its last turn left them. `prefix_hash` names them, in hex; empty: the worker has not
+    hashed so far. `kinds`: bits of the kinds of state that are there (directory.rules). `tenant`:
+    the salt of whom it belongs to, in hex; empty: all may share it.
+    """
 
     number: Natural
     session: Text
@@ -38,7 +39,7 @@ class Has(msgspec.Struct, frozen=True, tag_field="is", tag="has", gc=False):
 
 
 class Lost(msgspec.Struct, frozen=True, tag_field="is", tag="gone", gc=False):
-    """Nothing of the session is in `tier` any more."""
+    """A Lost says that nothing of the session is in `tier` any more."""
 
     number: Natural
     session: Text

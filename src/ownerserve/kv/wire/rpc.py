@@ -105,8 +105,8 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class ReleaseSession(msgspec.Struct, frozen=True, tag="release_session"):
-    """A turn of the session was done at `target`: hand it over there, if it is owned here under
-    `epoch` and no turn of it runs.
+    """ReleaseSession tells that a turn of the session was done at `target`: hand it over there, if
+    it is owned here under `epoch` and no turn of it runs.
 
     Without `target`: that turn was the session's last, and it is over. Without `epoch` either:
     whoever asks only wants the cache to let the session go.
@@ -118,8 +118,9 @@ class ReleaseSession(msgspec.Struct, frozen=True, tag="release_session"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """What was asked under `nonce` is not wanted any more: it is not begun, or is undone. Overtakes
-    all that waits."""
+    """Cancel takes back what was asked under `nonce`: it is not begun, or is undone. Overtakes all
+    that waits.
+    """
 
     nonce: Nonce
 

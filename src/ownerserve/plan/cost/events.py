@@ -11,7 +11,7 @@ from ownerserve.plan.inputs import Backlog
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """`bytes` came from `tier` in `ms`, waiting behind other loads not included."""
+    """A load of `bytes` from `tier` took `ms`, waiting behind other loads not included."""
 
     tier: Tier
     bytes: int
@@ -19,7 +19,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True, tag=True):
-    """`new` tokens after `prefix` others were computed in `ms`."""
+    """A prefill of `new` tokens after `prefix` others took `ms`."""
 
     new: int
     prefix: int
@@ -27,7 +27,7 @@ class Prefilled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Replayed(msgspec.Struct, frozen=True, tag=True):
-    """`new` tokens after `prefix` others were computed again below the write floor in `ms`."""
+    """A replay of `new` tokens after `prefix` others, below the write floor, took `ms`."""
 
     new: int
     prefix: int

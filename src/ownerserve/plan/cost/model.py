@@ -75,6 +75,7 @@ class ComputeFit(msgspec.Struct):
 
     @classmethod
     def from_default(cls, default: Coefficients) -> ComputeFit:
+        """Make a fit that has seen nothing."""
         return cls(default, default)
 
     def observe(self, new: int, prefix: int, ms: float) -> None:
@@ -153,6 +154,7 @@ class StepTimes(msgspec.Struct, frozen=True):
     sequence_ms: float
 
     def ms(self, batch: int) -> float:
+        """Return the ms that a step of `batch` sequences takes."""
         return self.step_ms + self.sequence_ms * batch
 
 

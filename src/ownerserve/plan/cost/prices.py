@@ -84,6 +84,7 @@ class ErrorTrack(msgspec.Struct):
 
     @property
     def factor(self) -> float:
+        """Return the factor by which predictions miss, 1 or more."""
         return exp(self.log_error)
 
     @property
@@ -94,6 +95,7 @@ class ErrorTrack(msgspec.Struct):
         return self.samples < TRUST_MIN_SAMPLES or self.factor < UNTRUSTED_FACTOR
 
     def estimate(self, ms: float) -> Estimate:
+        """Return `ms` as an estimate with this track's source and error."""
         source = EstimateSource.MEASURED if self.samples else EstimateSource.DEFAULT
         return Estimate(ms, source, self.samples, self.factor)
 
@@ -119,6 +121,7 @@ class Medium(msgspec.Struct, frozen=True):
             )
 
     def ms(self, count: float) -> float:
+        """Return the ms that loading `count` bytes takes."""
         return self.latency_ms + count / self.bytes_per_ms
 
 
@@ -222,6 +225,7 @@ class Coefficients(msgspec.Struct, frozen=True):
         return self.a_ms + new * (self.b_ms + self.c_ms * (prefix + 0.5 * new))
 
     def scaled(self, factor: float) -> Coefficients:
+        """Return the numbers of a pass that takes `factor` times as long."""
         return Coefficients(self.a_ms * factor, self.b_ms * factor, self.c_ms * factor)
 
 

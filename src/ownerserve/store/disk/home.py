@@ -44,6 +44,7 @@ class Home:
 
     @property
     def index_path(self) -> Path:
+        """Return where the store's index lies."""
         return self.directory / "index.sqlite"
 
     @classmethod

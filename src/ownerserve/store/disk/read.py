@@ -259,6 +259,9 @@ def land(group: list[Item], buffer: memoryview) -> list[Item]:
 
 
 def read_all(segment: Segment, offset: int, into: memoryview) -> None:
+    """Fill `into` from `offset` of a segment; raises Corrupt when the segment ends before, or
+    OSError.
+    """
     if segment.read(offset, into) < len(into):
         raise Corrupt("the segment ends within the record")
 

@@ -92,10 +92,12 @@ class PayloadLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def layers(self) -> int:
+        """Count the layers of the payload."""
         return self.end_layer - self.first_layer
 
     @property
     def unit_bytes(self) -> int:
+        """Return the bytes of one unit: a page for each layer."""
         return self.layers * self.page_bytes
 
     def encode(self) -> bytes:

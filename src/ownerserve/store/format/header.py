@@ -70,6 +70,7 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def header_bytes(self) -> int:
+        """Return the bytes of the encoded header, padded to 4 KiB."""
         return header_bytes(self.meta, len(self.tags))
 
     @property
@@ -79,6 +80,7 @@ class RecordHeader(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def unit_bytes(self) -> int:
+        """Return the payload bytes of one unit."""
         return self.payload_bytes // self.meta.units
 
 

@@ -84,7 +84,9 @@ def without_epoch(meta: bytes) -> bytes:
 
 
 class IndexFailed(OwnerServeError):
-    """SQLite could not do it. The segments still hold the truth."""
+    """The store must act: SQLite could not do what the index was asked. The segments still hold the
+    truth.
+    """
 
 
 class IndexEntry(msgspec.Struct, frozen=True, gc=False):

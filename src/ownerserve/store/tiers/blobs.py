@@ -34,7 +34,9 @@ class BlobInfo(NamedTuple):
 class Blobs(Protocol):
     """Blobs is a medium of blobs by name, each written whole or not at all."""
 
-    def put(self, key: str, data: memoryview) -> None: ...
+    def put(self, key: str, data: memoryview) -> None:
+        """Write a blob under `key`."""
+        ...
 
     def put_new(self, key: str, data: memoryview) -> None:
         """Write a blob only if there is none: of several writers one wins, the others get
@@ -46,11 +48,19 @@ class Blobs(Protocol):
         """Read from `offset`; returns the bytes read, fewer than asked at the blob's end."""
         ...
 
-    def delete(self, key: str) -> None: ...
+    def delete(self, key: str) -> None:
+        """Delete a blob; one that is not there is no error."""
+        ...
 
-    def move(self, key: str, to: str) -> None: ...
+    def move(self, key: str, to: str) -> None:
+        """Give a blob another name (a medium that can't deletes it)."""
+        ...
 
-    def list(self, prefix: str) -> Iterator[BlobInfo]: ...
+    def list(self, prefix: str) -> Iterator[BlobInfo]:
+        """Iterate over the blobs under `prefix`, which ends with a slash; none where the medium has
+        no listing.
+        """
+        ...
 
     def tidy(self, before_s: float) -> int:
         """Give up what writers that died left half-written before then; returns how many."""

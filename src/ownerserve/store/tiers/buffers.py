@@ -45,7 +45,9 @@ class _Lease(weakref.ref["ctypes.Array[ctypes.c_char]"]):
 class Memory(Protocol):
     """Memory is what a pool's buffers are mapped from and go back to."""
 
-    def map(self, size: int) -> mmap.mmap: ...
+    def map(self, size: int) -> mmap.mmap:
+        """Return a new mapping of `size` bytes."""
+        ...
 
     def unmap(self, memory: mmap.mmap) -> None:
         """Let go of a mapping that no view refers to; the mapping itself ends with the object."""

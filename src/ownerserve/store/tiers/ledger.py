@@ -34,6 +34,7 @@ class Ledger:
 
     @property
     def reserved_bytes(self) -> int:
+        """Count the bytes that open reservations hold."""
         return self._reserved.total()
 
     def is_held(self, id_: bytes) -> bool:

@@ -28,6 +28,7 @@ class TierMove(msgspec.Struct, frozen=True):
 
     @property
     def goes_up(self) -> bool:
+        """Tell whether this is a promotion to the top tier."""
         return self.level == 0
 
 

@@ -40,6 +40,7 @@ class TierLimits(msgspec.Struct, frozen=True):
 
     @property
     def capacity_bytes(self) -> int:
+        """Return the bytes of both kinds together."""
         return self.range.capacity_bytes + self.point.capacity_bytes
 
 

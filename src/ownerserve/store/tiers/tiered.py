@@ -319,7 +319,9 @@ class TieredStore:
 
 
 def spill(store: TieredStore, ids: Sequence[bytes]) -> dict[bytes, WriteOutcome]:
-    """Copy from the top to the next tier that takes it; durable when the outcome is WriteDone."""
+    """Copy records from the top, each to the next tier that takes it; one is durable when its
+    outcome is WriteDone.
+    """
     below = range(1, len(store.tiers))
     there = store.tiers[0].find(ids)
     return {id_: store._copy_down(id_, below) for id_ in there}  # noqa: SLF001 - of this module

@@ -122,17 +122,21 @@ class Builder(msgspec.Struct, frozen=True):
 
     @property
     def dims(self) -> int:
+        """Count the dimensions of a latent."""
         return self.shape.nope + self.shape.rope
 
     @property
     def entry(self) -> Entry:
+        """Return the entry of one latent in the engine's KV format."""
         return latent_entry(self.shape, self.kv.kv)
 
     def swa(self, tokens: int) -> StateSpec:
+        """Return the state of a window of `tokens` tokens, in the engine's window format."""
         entry = latent_entry(self.shape, self.kv.window or self.kv.kv)
         return window(entry, tokens, self.kv, sharding=Sharding.REPLICATED)
 
     def compressed(self, role: Role, entry: Entry, kind: Compressed) -> StateSpec:
+        """Return the state of compressed entries."""
         return StateSpec(role, kind, entry, align_bytes=self.kv.align_bytes)
 
     def tail(self, role: Role, dims: int, kind: Compressed) -> StateSpec:
@@ -173,6 +177,9 @@ class Builder(msgspec.Struct, frozen=True):
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     pattern = read_pattern(fields)
     make = Builder(latent_shape(fields), kv)
     swa = make.swa(fields.integer("sliding_window", least=2))

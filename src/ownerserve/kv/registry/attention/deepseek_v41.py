@@ -45,6 +45,9 @@ def sources(fields: Fields, name: str, ratios: Sequence[int]) -> tuple[int | Non
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     ratios = ratios_of_layers(fields, fields.integer("num_hidden_layers"))
     kv_sources = sources(fields, KV_SOURCES, ratios)
     index_sources = sources(fields, INDEX_SOURCES, ratios)

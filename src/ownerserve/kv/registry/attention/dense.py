@@ -56,6 +56,9 @@ def pattern(fields: Fields) -> tuple[str, ...]:
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     entry = attention_entry(fields, kv)
     kinds = pattern(fields)
     tokens = fields.integer("sliding_window", least=2) if SLIDING in kinds else 0

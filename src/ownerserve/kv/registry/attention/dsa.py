@@ -62,6 +62,9 @@ def _from_frequency(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     latent = mla_entry(fields, kv)
     index_key = index_entry(fields.integer("index_head_dim"), kv.index)
     layers = []

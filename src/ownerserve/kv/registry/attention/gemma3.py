@@ -25,6 +25,9 @@ PATTERN, ECHO = "sliding_window_pattern", "_sliding_window_pattern"
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     layers = fields.integer("num_hidden_layers")
     found: dict[str, tuple[str, ...]] = {}
     if fields.has("layer_types"):

@@ -64,6 +64,9 @@ def sources(fields: Fields, kinds: Sequence[str]) -> tuple[int | None, ...]:
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     kinds = layer_types(fields, fields.integer("num_hidden_layers"), (FULL, SLIDING))
     if kinds[-1] != FULL:
         raise InvalidInput(

@@ -17,6 +17,9 @@ from ownerserve.kv.specs import LayerSpec
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     kinds = layer_types(fields, fields.integer("num_hidden_layers"), (FULL, SLIDING))
     tokens = fields.integer("sliding_window", least=2) if SLIDING in kinds else 0
     entry = attention_entry(fields, kv)

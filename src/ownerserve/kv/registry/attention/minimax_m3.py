@@ -46,6 +46,9 @@ def index_dims(fields: Fields) -> int:
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     kinds = pattern(fields)
     entry = attention_entry(fields, kv)
     states: dict[str, tuple[StateSpec, ...]] = {FULL: (per_token(Role.DENSE, entry, kv),)}

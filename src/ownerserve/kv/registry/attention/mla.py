@@ -27,6 +27,9 @@ def mla_entry(fields: Fields, kv: KvDescriptor) -> Entry:
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     entry = mla_entry(fields, kv)
     states = (per_token(Role.MLA_LATENT, entry, kv),)
     return [

@@ -19,6 +19,9 @@ from ownerserve.kv.specs import LayerSpec
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     layers = fields.integer("num_hidden_layers")
     attention = set(fields.integers("attn_layer_indices"))
     if beyond := sorted(index for index in attention if index >= layers):

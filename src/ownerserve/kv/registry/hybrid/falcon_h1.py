@@ -13,6 +13,9 @@ from ownerserve.kv.specs import LayerSpec, Role
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     entry = attention_entry(fields, kv)
     mamba = read_mamba2(fields).states(kv, ssm_precision(fields, kv))
     states = (per_token(Role.DENSE, entry, kv), *mamba)

@@ -19,6 +19,9 @@ from ownerserve.kv.specs import LayerSpec
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     period = fields.integer("attn_layer_period")
     offset = fields.integer("attn_layer_offset", least=0)
     if offset >= period:

@@ -67,6 +67,9 @@ def delta_attention(fields: Fields, kv: KvDescriptor) -> tuple[StateSpec, ...]:
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     kinds = pattern(fields)
     latent = mla_entry(fields, kv)
     linear = delta_attention(fields, kv)

@@ -25,6 +25,7 @@ class Mamba2(msgspec.Struct, frozen=True):
     conv_kernel: int
 
     def states(self, kv: KvDescriptor, ssm: Precision) -> tuple[StateSpec, ...]:
+        """Return the mixer's recurrent state and its convolution's columns."""
         inner = self.heads * self.head_dim
         channels = inner + 2 * self.groups * self.state
         return recurrent_pair(inner * self.state, channels, self.conv_kernel, ssm=ssm, kv=kv)

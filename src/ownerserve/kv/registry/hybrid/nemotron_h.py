@@ -52,6 +52,9 @@ def pattern(fields: Fields) -> tuple[str, ...]:
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     entry = attention_entry(fields, kv)
     mixer = Mamba2(
         heads=fields.integer("mamba_num_heads"),

@@ -51,6 +51,9 @@ def delta_net(fields: Fields, kv: KvDescriptor) -> tuple[StateSpec, ...]:
 
 
 def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
+    """Return the layers that the config describes, first to last. Raises InvalidInput naming the
+    field.
+    """
     entry = attention_entry(fields, kv)
     linear = delta_net(fields, kv)
     return [
