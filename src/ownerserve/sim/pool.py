@@ -1,4 +1,4 @@
-"""Tasks side by side on this machine's cores.
+"""The pool runs tasks side by side on this machine's cores.
 
 Owns the processes. Tasks are inherited by fork, so nothing is sent to them but their names; what
 they answer is sent back. An exception of a task is its answer: the others go on. What a task
@@ -30,7 +30,7 @@ Task: TypeAlias = Callable[[Told], Any]
 
 
 class TaskEnded(msgspec.Struct, frozen=True):
-    """A task's end: its answer, or what it raised."""
+    """A task's end has its answer, or what it raised."""
 
     name: str
     answer: Any = None
@@ -38,13 +38,17 @@ class TaskEnded(msgspec.Struct, frozen=True):
 
 
 class TaskRunner(Protocol):
-    """Where tasks run: `run_tasks` on this machine, `cluster.RayRunner` on many."""
+    """A task runner says where tasks run: `run_tasks` on this machine, `cluster.RayRunner` on
+    many."""
 
     def __call__(
         self, tasks: Mapping[str, Task], *, progress: Callable[[int], None] | None = None
     ) -> Iterator[TaskEnded]:
-        """Every task's end, in the order of ending. `progress` hears of parts done, PARTS a task.
-        Ctrl-C, or closing the iterator, ends what runs."""
+        """Run the tasks and yield each one's end, in the order of ending.
+
+        `progress` hears of parts done, PARTS a task. Ctrl-C, or closing the iterator, ends what
+        runs.
+        """
 
 
 _TASKS: Mapping[str, Task] = {}
@@ -56,7 +60,8 @@ def run_tasks(
     processes: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[TaskEnded]:
-    """A TaskRunner: at most `processes` at once, 0: one a core; one alone runs in this process."""
+    """Run tasks on this machine as a TaskRunner: at most `processes` at once, 0: one a core; one
+    alone runs in this process."""
     count = min(processes or os.cpu_count() or 1, len(tasks))
     if "fork" not in multiprocessing.get_all_start_methods():
         count = min(count, 1)  # without it each process would need the tasks, and all they hold
@@ -68,8 +73,10 @@ def run_tasks(
 
 
 class settled_heap:
-    """While it stands, the collector does not walk what was there before: traces are millions of
-    objects that no run ever frees."""
+    """While this context stands, the collector does not walk what was there before.
+
+    Traces are millions of objects that no run ever frees.
+    """
 
     def __enter__(self) -> None:
         gc.collect()
@@ -139,7 +146,8 @@ def _run_apart(
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C comes after the block: a process that is being started can't answer it yet."""
+    """Hold Ctrl-C back until the block is over: a process that is being started can't answer it
+    yet."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -148,7 +156,8 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _deaf() -> None:
-    """Ctrl-C reaches the whole group; only the first process acts on it, and ends the others."""
+    """Ignore Ctrl-C in a pool's process: it reaches the whole group, and the first process ends the
+    others."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -1,4 +1,4 @@
-"""Run a simulated fleet to its end, and say what came of it.
+"""This module runs a simulated fleet to its end, and says what came of it.
 
 Owns the loop around the heap: samples, progress, the result. The same workload and setup give the
 same bytes (invariant 8): nothing here depends on the machine it runs on.
@@ -35,7 +35,8 @@ FEWEST_SAMPLES = 128
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What a run says: `metrics` in plain data, the rows, samples and counts behind them."""
+    """A result is what a run says: `metrics` in plain data, the rows, samples and counts behind
+    them."""
 
     setup: SimSetup
     metrics: dict[str, Metric]
@@ -51,7 +52,7 @@ def simulate(
     *,
     parts: BaselineParts = PRODUCTION,
 ) -> Result:
-    """All of `trace` on the fleet of `setup`; `parts` replace some of production's."""
+    """Run all of `trace` on the fleet of `setup`; `parts` replace some of production's."""
     workload = WorkloadDriver.of(trace, setup.shape)
     built = build(workload, setup, parts)
     samples = Samples(setup.workers, setup.sample_s, most=most_samples(setup.workers))
@@ -63,13 +64,13 @@ def simulate(
 
 
 def most_samples(workers: int) -> int:
-    """How many samples a run of so many workers keeps; an even number."""
+    """Return how many samples a run of so many workers keeps; an even number."""
     readings = MOST_READINGS // workers // 2 * 2
     return min(MOST_SAMPLES, max(FEWEST_SAMPLES, readings))
 
 
 def finish(built: Built, setup: SimSetup, samples: Samples, trace: Trace) -> Result:
-    """The result of a fleet whose workload is over."""
+    """Make the result of a fleet whose workload is over."""
     fleet = built.fleet
     fleet.tally()
     built.nodes.tally(fleet.counters)
@@ -84,7 +85,8 @@ def finish(built: Built, setup: SimSetup, samples: Samples, trace: Trace) -> Res
 
 
 def trace_span_s(trace: Trace) -> float:
-    """From the first start to the last recorded end; 0 where starts were not recorded."""
+    """Return the seconds from the first start to the last recorded end; 0 where starts were not
+    recorded."""
     if trace.arrivals != "recorded":
         return 0.0
     ends = [

@@ -1,4 +1,4 @@
-"""Many runs over one trace, wherever a TaskRunner runs them."""
+"""A sweep is many runs over one trace, wherever a TaskRunner runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reduce = Callable[[Result], Any]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A run's end: what was kept of it, and the CPU seconds of the replay alone."""
+    """An outcome is a run's end: what was kept of it, and the CPU seconds of the replay alone."""
 
     name: str
     kept: Any
@@ -28,7 +28,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Jobs(msgspec.Struct, frozen=True):
-    """Runs by name, what they run on, and what is kept of each."""
+    """The jobs are runs by name, what they run on, and what is kept of each."""
 
     trace: Trace
     setups: Mapping[str, SimSetup]
@@ -36,7 +36,7 @@ class Jobs(msgspec.Struct, frozen=True):
 
 
 def metrics_of(result: Result) -> dict[str, Any]:
-    """The plain metrics: what most sweeps keep."""
+    """Return the plain metrics, which most sweeps keep."""
     return result.metrics
 
 
@@ -46,7 +46,7 @@ def run_all(
     runner: TaskRunner = run_tasks,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Outcome]:
-    """Every run, as it ends; what one raises is raised. `progress`: see TaskRunner.
+    """Yield every run as it ends; raise what one raises. `progress`: see TaskRunner.
 
     Ctrl-C, or closing the iterator, ends what runs.
     """

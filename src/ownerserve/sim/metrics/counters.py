@@ -1,4 +1,5 @@
-"""What is counted over a whole run, and the moves of sessions. Must never hold a time series."""
+"""This module holds what is counted over a whole run, and the moves of sessions. Must never hold a
+time series."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import msgspec
 
 
 class Migration(msgspec.Struct, frozen=True, gc=False):
-    """One move of a conversation's state and ownership, as it ended (`completed` 0: given up).
+    """A migration is one move of a conversation's state and ownership, as it ended (`completed` 0:
+    given up).
+
     `conversation` tells a session's agents apart ("s12/a3"). `landed_s`: its state was all at the
-    target, or the transfer was given up; `done_s`: the turn that asked for it ended there."""
+    target, or the transfer was given up; `done_s`: the turn that asked for it ended there.
+    """
 
     session: int
     conversation: str
@@ -22,7 +26,7 @@ class Migration(msgspec.Struct, frozen=True, gc=False):
 
 
 class FleetCounters(msgspec.Struct):
-    """Sums over all workers and the whole run; the fleet adds to it.
+    """The counters are sums over all workers and the whole run; the fleet adds to them.
 
     `steps` engine iterations. Decode interference: over all steps, `decode_alone_ms` adds (time of
     the step had it carried no prefill) x (sequences decoding in it), `decode_stall_ms` adds (actual

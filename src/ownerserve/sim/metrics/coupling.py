@@ -1,4 +1,5 @@
-"""Dispatch coupling (seed 002 §2.3, §5.4): Little's law of the turns in the system, as measured."""
+"""This module measures dispatch coupling (seed 002 §2.3, §5.4): Little's law of the turns in the
+system."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def coupling(table: NDArray[Any]) -> dict[str, Metric]:
 
 
 def _found(arrived_s: NDArray[Any], done_s: NDArray[Any]) -> NDArray[np.float64]:
-    """Turns in the system when each arrives, itself not counted."""
+    """Return how many turns are in the system when each arrives, itself not counted."""
     before = np.searchsorted(np.sort(arrived_s), arrived_s, side="left")
     gone = np.searchsorted(np.sort(done_s), arrived_s, side="right")
     found: NDArray[np.float64] = np.maximum(before - gone, 0).astype(np.float64)
@@ -47,6 +48,6 @@ def _found(arrived_s: NDArray[Any], done_s: NDArray[Any]) -> NDArray[np.float64]
 
 
 def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> float | None:
-    """None when x never varies."""
+    """Return the slope of a least-squares line; None when x never varies."""
     off = x - x.mean()
     return ratio(float(off @ (y - y.mean())), float(off @ off))

@@ -1,4 +1,5 @@
-"""How evenly the fleet is loaded, how long bursts are, and what its memory holds, over time."""
+"""This module measures how evenly the fleet is loaded, how long bursts are, and what its memory
+holds, over time."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ HEAT_COLUMNS = 400
 
 
 def hotspot_index(table: NDArray[Any], workers: int) -> float | None:
-    """Prompt tokens computed by the busiest worker over the mean of all: 1 is even."""
+    """Return the prompt tokens computed by the busiest worker over the mean of all: 1 is even."""
     prefilled = np.where(
         table["prefill_worker"] == NO_WORKER, table["worker"], table["prefill_worker"]
     )
@@ -27,7 +28,7 @@ def hotspot_index(table: NDArray[Any], workers: int) -> float | None:
 
 
 def load_metrics(samples: Samples) -> dict[str, Metric]:
-    """Indices of pending prefill; docs/metrics.md has the formulas."""
+    """Return the indices of pending prefill; docs/metrics.md has the formulas."""
     pending = samples.column("pending_prefill_tokens").astype(np.float64)
     pending = pending[pending.any(axis=1)]  # a moment without a queue says nothing about queues
     total = float(pending.sum())
@@ -39,8 +40,8 @@ def load_metrics(samples: Samples) -> dict[str, Metric]:
 
 
 def memory_metrics(sessions: Tasks, samples: Samples) -> dict[str, Metric]:
-    """Device memory and the sessions that it is held for: those that are open, between their first
-    arrival and their last end."""
+    """Return the device memory by the sessions that it is held for: those that are open, between
+    their first arrival and their last end."""
     used = samples.column("hbm_used_bytes").astype(np.float64).sum(axis=1)
     starts, ends = np.sort(sessions.from_s), np.sort(sessions.until_s)
     times = samples.times_s()
@@ -54,7 +55,7 @@ def memory_metrics(sessions: Tasks, samples: Samples) -> dict[str, Metric]:
 
 
 def heat_map(samples: Samples, counters: FleetCounters) -> dict[str, Metric]:
-    """Pending prefill tokens by worker over time, and the moves across it (figure 10).
+    """Return the pending prefill tokens by worker over time, and the moves across it (figure 10).
 
     At most HEAT_COLUMNS columns; each is the mean of the samples it stands for.
     """

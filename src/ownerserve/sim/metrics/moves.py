@@ -1,4 +1,5 @@
-"""Migrations: how often, how long, were they right, did they repeat (seed 002 §5.6)."""
+"""This module measures migrations: how often, how long, were they right, did they repeat (seed 002
+§5.6)."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ def migration_metrics(
     hot_ms: float,
     next_turns: int,
 ) -> dict[str, Metric]:
-    """The metrics of completed moves; `given_up` alone counts the others. `table`: every turn of
-    the run. A move takes as long as its transfer, wait for room included; the turn that asked for
-    it goes on after that."""
+    """Return the metrics of completed moves; `given_up` alone counts the others.
+
+    `table`: every turn of the run. A move takes as long as its transfer, wait for room included;
+    the turn that asked for it goes on after that.
+    """
     done = [move for move in migrations if move.completed]
     took = np.array([(move.landed_s - move.decided_s) * 1e3 for move in done])
     return {
@@ -45,8 +48,8 @@ def migration_metrics(
 def _accuracy(
     table: NDArray[Any], done: Sequence[Migration], *, hot_ms: float, next_turns: int
 ) -> float | None:
-    """The share of the moves, among those that a turn followed, whose target was not hot for any
-    of the next `next_turns` turns that the session sent there."""
+    """Return the share of the moves, among those that a turn followed, whose target was not hot for
+    any of the next `next_turns` turns that the session sent there."""
     movers = {move.session for move in done}
     moved = table[np.isin(table["session"], sorted(movers))]
     moved = moved[np.lexsort((moved["arrived_s"], moved["session"]))]
@@ -65,7 +68,7 @@ def _accuracy(
 
 
 def _thrash_rate(done: Sequence[Migration]) -> float | None:
-    """The share of the conversations that moved which moved again within THRASH_WINDOW_S."""
+    """Return the share of the conversations that moved which moved again within THRASH_WINDOW_S."""
     times: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for move in done:
         times[move.session, move.conversation].append(move.decided_s)

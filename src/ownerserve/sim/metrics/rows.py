@@ -1,4 +1,5 @@
-"""One row a finished turn, packed: what every formula of docs/metrics.md is computed from.
+"""The rows hold one finished turn each, packed: every formula of docs/metrics.md is computed from
+them.
 
 Owns the columns. Must never aggregate while the run goes on (summary.py does, at its end) and never
 read a clock. A row is fixed in size, so a million turns are one buffer and one numpy view.
@@ -88,7 +89,8 @@ _ENUMS = {"mode", "action", "reason"}
 
 
 def _code(field: msgspec.structs.FieldInfo) -> str:
-    """A column's width: times 64-bit floats, bytes 64 bits, counts and indices 32, enums 8."""
+    """Return a column's width: times are 64-bit floats, bytes take 64 bits, counts and indices 32,
+    enums 8."""
     if field.name in _ENUMS:
         return "b"
     if field.type is float:
@@ -110,7 +112,7 @@ SERVED = tuple(
 
 
 class Rows:
-    """All finished turns, in the order they ended."""
+    """The rows are all finished turns, in the order in which they ended."""
 
     __slots__ = ("_data",)
 
@@ -128,5 +130,5 @@ class Rows:
         )
 
     def table(self) -> NDArray[Any]:
-        """A structured array, a copy: `table["arrived_s"]` is a column."""
+        """Return the rows as a structured array, a copy: `table["arrived_s"]` is a column."""
         return np.frombuffer(self._data, DTYPE).copy()

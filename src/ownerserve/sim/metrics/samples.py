@@ -1,4 +1,5 @@
-"""Load of every worker over time, at a fixed period that doubles when the series grows too long.
+"""The samples are the load of every worker over time, at a fixed period that doubles when the
+series grows too long.
 
 Owns the series behind the heat map, the hotspot and interference indices and memory per session.
 Must never decide when a sample is taken: the fleet's heap does.
@@ -18,7 +19,7 @@ MOST_SAMPLES = 4_096
 
 
 class WorkerSample(msgspec.Struct, frozen=True, gc=False):
-    """One worker now. `busy_s`: how long it computed since the run began."""
+    """A sample is one worker's load now. `busy_s`: how long it computed since the run began."""
 
     pending_prefill_tokens: int
     running_sequences: int
@@ -27,8 +28,10 @@ class WorkerSample(msgspec.Struct, frozen=True, gc=False):
 
 
 class Samples:
-    """`period_s` is what the next sample should be taken after; it may grow. Every worker is in
-    every sample: one that is down counts with zeros."""
+    """The samples hold every worker's load at each instant; one that is down counts with zeros.
+
+    `period_s` is what the next sample should be taken after; it may grow.
+    """
 
     def __init__(self, workers: int, period_s: float, *, most: int = MOST_SAMPLES) -> None:
         self.workers = workers
@@ -43,7 +46,7 @@ class Samples:
         return len(self._times)
 
     def add(self, now_s: float, fleet: Sequence[WorkerSample]) -> None:
-        """The load of all workers at `now_s`."""
+        """Add the load of all workers at `now_s`."""
         self._times.append(now_s)
         readings = zip(*map(msgspec.structs.astuple, fleet), strict=True)
         for column, values in zip(self._columns.values(), readings, strict=True):
@@ -61,9 +64,9 @@ class Samples:
             self._columns[name] = array(column.typecode, kept.tobytes())
 
     def times_s(self) -> NDArray[np.float64]:
-        """When the samples were taken."""
+        """Return when the samples were taken, in seconds."""
         return np.array(self._times)
 
     def column(self, name: str) -> NDArray[Any]:
-        """A field of WorkerSample as (samples, workers)."""
+        """Return a field of WorkerSample as (samples, workers)."""
         return np.array(self._columns[name]).reshape(-1, self.workers)

@@ -1,4 +1,4 @@
-"""Distributions in five numbers, and numbers as reports print them."""
+"""This module states distributions in five numbers, and numbers as reports print them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def spread(values: NDArray[Any]) -> dict[str, Metric] | None:
-    """Mean, p50, p90, p95, p99 (linear interpolation); None of nothing."""
+    """Return mean, p50, p90, p95 and p99 (linear interpolation); None for no values."""
     if not len(values):
         return None
     cuts = np.percentile(values, PERCENTILES)
@@ -21,19 +21,21 @@ def spread(values: NDArray[Any]) -> dict[str, Metric] | None:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """None when there is no whole: a share of nothing is not zero."""
+    """Return `part` / `whole`; None when there is no whole: a share of nothing is not zero."""
     return float(part) / float(whole) if whole else None
 
 
 def known(metric: Metric) -> Metric:
-    """The metric without what the run does not tell: names whose value is None are left out."""
+    """Return the metric without what the run does not tell: names whose value is None are left
+    out."""
     if isinstance(metric, dict):
         return {name: known(value) for name, value in metric.items() if value is not None}
     return metric
 
 
 def rounded(metric: Metric) -> Metric:
-    """Floats to nine significant digits: what a summation's order can change is not a result."""
+    """Round floats to nine significant digits: what a summation's order can change is not a
+    result."""
     if isinstance(metric, dict):
         return {name: rounded(value) for name, value in metric.items()}
     if isinstance(metric, list):

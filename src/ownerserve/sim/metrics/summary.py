@@ -1,4 +1,5 @@
-"""Every metric of docs/metrics.md from a run's rows, counters and samples, as one plain dict.
+"""The summary is every metric of docs/metrics.md from a run's rows, counters and samples, as one
+plain dict.
 
 Owns the names: what stands here is what tables, figures and `simulate --json` show. Must never
 depend on the processor's clock.
@@ -26,7 +27,7 @@ from ownerserve.sim.metrics.tasks import Tasks, tasks, tool_idle_utilisation
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What rows do not tell of a run.
+    """A run has what its rows do not tell.
 
     `hot_ms`: T_hot, for judging migrations. `trace_span_s`: first arrival to last end as recorded
     (0: unknown). `accuracy_turns`: k of the migration accuracy.
@@ -40,7 +41,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 def summarise(rows: Rows, counters: FleetCounters, samples: Samples, run: Run) -> dict[str, Metric]:
-    """All metrics by name and unit; floats have nine significant digits."""
+    """Return all metrics by name and unit; floats have nine significant digits."""
     table = rows.table()
     served = table[np.isin(table["mode"], SERVED)]
     sessions = tasks(table)
@@ -76,7 +77,7 @@ def summarise(rows: Rows, counters: FleetCounters, samples: Samples, run: Run) -
 
 
 def digest(metrics: Mapping[str, Metric]) -> str:
-    """SHA-256 over all of it: equal runs, equal digests."""
+    """Return the SHA-256 over all of the metrics: equal runs, equal digests."""
     return hashlib.sha256(msgspec.json.encode(metrics, order="deterministic")).hexdigest()
 
 
@@ -158,7 +159,8 @@ def _bytes(table: NDArray[Any], counters: FleetCounters) -> dict[str, Metric]:
 
 
 def _restore(served: NDArray[Any]) -> dict[str, Metric]:
-    """Mean ms of each part of a restore and their sum's spread, over turns that had one."""
+    """Return the mean ms of each part of a restore and the spread of their sum, over turns that had
+    one."""
     parts = [served[f"restore_{part}_ms"] for part in ("queue", "load", "recompute")]
     total = parts[0] + parts[1] + parts[2]
     restored = total > 0
@@ -178,7 +180,7 @@ def _owner_hit_rate(served: NDArray[Any]) -> float | None:
 
 
 def _modes(table: NDArray[Any]) -> dict[str, Metric]:
-    """Every mode that occurred: turns, share of all, latencies."""
+    """Return every mode that occurred: turns, share of all, latencies."""
     found: dict[str, Metric] = {}
     for index, mode in enumerate(MODES):
         turns = table[table["mode"] == index]
@@ -195,7 +197,7 @@ def _modes(table: NDArray[Any]) -> dict[str, Metric]:
 
 
 def _counts(codes: NDArray[Any], names: tuple[Any, ...]) -> dict[str, Metric]:
-    """How often each occurred; those that never did, and None, are left out."""
+    """Return how often each name occurred; those that never did, and None, are left out."""
     counts = np.bincount(codes, minlength=len(names))
     return {
         name.value: int(count)

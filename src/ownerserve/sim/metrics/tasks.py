@@ -1,4 +1,4 @@
-"""What a session as a whole took: its task time, what of it was waiting for tools, its outcome.
+"""A task is a session as a whole: its time, what of it was waiting for tools, its outcome.
 
 A session's time is cut in two without overlap: *LLM* while at least one of its turns is in the
 system, *tool* while none is. Sub-agents of one session therefore never count twice.
@@ -23,7 +23,8 @@ ROWS_AT_ONCE = 65_536
 
 
 class GapColumns(NamedTuple):
-    """Times in which a session had no turn in the system; `worker` served the turn before."""
+    """The gaps are the times in which a session had no turn in the system; `worker` served the turn
+    before."""
 
     from_s: Floats
     until_s: Floats
@@ -31,7 +32,8 @@ class GapColumns(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """A row a session, in order of its index. `good`: every turn was served whole."""
+    """The tasks have a row a session, in order of its index. `good`: every turn was served
+    whole."""
 
     session: NDArray[np.int64]
     from_s: Floats
@@ -43,12 +45,13 @@ class Tasks(NamedTuple):
 
     @property
     def e2e_s(self) -> Floats:
-        """First arrival to last end."""
+        """The seconds from a session's first arrival to its last end."""
         return self.until_s - self.from_s
 
 
 def tasks(table: NDArray[Any]) -> Tasks:
-    """The tasks of the turns in `table`; a session that still runs counts what ended of it."""
+    """Return the tasks of the turns in `table`; a session that still runs counts what ended of
+    it."""
     rows = table[np.lexsort((table["arrived_s"], table["session"]))]
     sessions, starts = np.unique(rows["session"], return_index=True)
     if not len(sessions):
@@ -70,8 +73,10 @@ def tasks(table: NDArray[Any]) -> Tasks:
 
 
 def _gaps(rows: NDArray[Any], starts: NDArray[np.intp]) -> tuple[GapColumns, Floats]:
-    """All gaps, and how long those of each session are together. `rows` are in order of session,
-    then of arrival; a session's begin at its `starts`."""
+    """Return all gaps, and how long those of each session are together.
+
+    `rows` are in order of session, then of arrival; a session's begin at its `starts`.
+    """
     from_s, until_s, worker = array("d"), array("d"), array("q")
     counts = [0] * len(starts)
     session, latest_s, holder = -1, 0.0, 0
@@ -103,8 +108,11 @@ def _gaps(rows: NDArray[Any], starts: NDArray[np.intp]) -> tuple[GapColumns, Flo
 
 
 def tool_idle_utilisation(gaps: GapColumns, samples: Samples) -> float | None:
-    """The share of the time in tool gaps in which the worker that holds a session's state computed
-    for others. None without gaps or samples."""
+    """Return the share of the time in tool gaps in which the worker that holds a session's state
+    computed for others.
+
+    None without gaps or samples.
+    """
     times, busy = samples.times_s(), samples.column("busy_s")
     known = gaps.worker >= 0
     total = float((gaps.until_s - gaps.from_s)[known].sum())

@@ -17,8 +17,8 @@ import msgspec
 
 
 class TurnAccess(msgspec.Struct, frozen=True, gc=False):
-    """A turn as it ran: `reusable_tokens` of its prompt are a prefix of what its conversation
-    computed before; it leaves `context_tokens` behind."""
+    """An access is a turn as it ran: `reusable_tokens` of its prompt are a prefix of what its
+    conversation computed before; it leaves `context_tokens` behind."""
 
     worker: int
     conversation: str
@@ -28,7 +28,7 @@ class TurnAccess(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReuseBound(msgspec.Struct, frozen=True):
-    """Prompt tokens of all turns, and those that need not have been computed."""
+    """The bound has the prompt tokens of all turns, and those that need not have been computed."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -39,7 +39,8 @@ class ReuseBound(msgspec.Struct, frozen=True):
 
 
 def bound(accesses: Sequence[TurnAccess], room_tokens: int) -> ReuseBound:
-    """The least computing, over all workers. `accesses` in the order in which they ran."""
+    """Return the least computing, over all workers. `accesses` stand in the order in which they
+    ran."""
     by_worker: dict[int, list[TurnAccess]] = {}
     for access in accesses:
         by_worker.setdefault(access.worker, []).append(access)
@@ -75,7 +76,8 @@ def _device(turns: Sequence[TurnAccess], room_tokens: int) -> int:
 
 
 def _following(turns: Sequence[TurnAccess]) -> list[float]:
-    """For each turn, the index of its conversation's next one on the device; inf for none."""
+    """Return, for each turn, the index of its conversation's next one on the device; inf for
+    none."""
     following = [inf] * len(turns)
     seen: dict[str, int] = {}
     for index in range(len(turns) - 1, -1, -1):

@@ -32,8 +32,11 @@ NOW = -inf
 
 
 class Knows(msgspec.Struct, frozen=True):
-    """next_use: evictors know when each conversation goes on; places: a worker forgets one that
-    has gone on elsewhere; residents: before each decision the router is told what lies where."""
+    """This struct says which parts of the true knowledge a fleet is given.
+
+    `next_use`: evictors know when each conversation goes on; `places`: a worker forgets one that
+    has gone on elsewhere; `residents`: before each decision the router is told what lies where.
+    """
 
     next_use: bool = True
     places: bool = True
@@ -51,8 +54,10 @@ PARTS = {
 
 
 class NextUse(EvictionPolicy):
-    """The eviction order of one who knows `next_s`, by conversation; whoever is not in it never
-    comes back. A tail is wanted by who stands at its end: nobody else reads that far."""
+    """This eviction order knows `next_s`, by conversation; whoever is not in it never comes back.
+
+    A tail is wanted by who stands at its end: nobody else reads that far.
+    """
 
     name: ClassVar[str] = "next-use"
 
@@ -67,7 +72,8 @@ class NextUse(EvictionPolicy):
 
 
 class Foresight:
-    """When each live conversation goes on. Changes nothing but what caches remember of sessions."""
+    """The foresight knows when each live conversation goes on. It changes nothing but what caches
+    remember of sessions."""
 
     def __init__(
         self,
@@ -84,7 +90,8 @@ class Foresight:
         self._knows = knows
 
     def arrived(self, turn: SimTurn, now: float) -> None:
-        """A turn is here: its state is wanted now, and lies where the router is told."""
+        """Note that a turn arrived: its state is wanted now, and the router is told where it
+        lies."""
         self.next_s[turn.name] = NOW
         session = self._router.sessions.get(turn.name)
         prefix = None if session is None else session.prefix
@@ -105,8 +112,8 @@ class Foresight:
                 other.cache.sessions.release(turn.name)
 
     def over(self, turn: SimTurn, releases: Sequence[tuple[float, ReleaseKey]], now: float) -> None:
-        """A turn has ended and `releases` are known: of those, and of its own conversation's next
-        turn, which may wait for others as long as it was recorded to."""
+        """Note, from a turn's end and its `releases`, when conversations go on: the released ones
+        and its own, whose next turn may wait for others as long as it was recorded to."""
         next_s = self._workload.next_release_s(turn, now)
         if next_s is None:
             self.next_s.pop(turn.name, None)
@@ -119,6 +126,6 @@ class Foresight:
         self._look_at(turn.name)
 
     def _look_at(self, name: SessionId) -> None:
-        """Its state may be worth less than before: evictors must look."""
+        """Have evictors look at a conversation's state, which may be worth less than before."""
         for worker in self._workers:
             worker.cache.sessions.reorder(name)

@@ -24,7 +24,7 @@ FREE_GB_S = 1e12
 
 
 class FreeTransfer:
-    """Least load, with the longest copy of anybody's at hand."""
+    """The policy takes the least loaded worker, with the longest copy of anybody's at hand."""
 
     needs = ANY_WORKER
 
@@ -46,7 +46,7 @@ class FreeTransfer:
 
 
 def infinite(setup: SimSetup) -> SimSetup:
-    """The same fleet with devices that hold everything and links that take no time."""
+    """Return the same fleet with devices that hold everything and links that take no time."""
     links = msgspec.structs.replace(setup.links, nic_gb_s=FREE_GB_S, nic_ms=0.0)
     return msgspec.structs.replace(
         setup, oracle="infinite", kv_bytes=KV_BYTES, links=links, seats=None, prefill_workers=0

@@ -1,4 +1,4 @@
-"""What an experiment of the evaluation is: plain data and pure functions.
+"""This module says what an experiment of the evaluation is: plain data and pure functions.
 
 Owns the vocabulary, decides and runs nothing. An experiment names its jobs; `evaluate` runs the
 jobs of all experiments in one pool, equal simulations once, and hands each experiment what came of
@@ -28,19 +28,22 @@ Cell: TypeAlias = str | float | None
 
 
 class Scale(Enum):
-    """How much is run: for the report, or to see that everything works."""
+    """The scale says how much is run: for the report, or to see that everything works."""
 
     FULL = "full"
     QUICK = "quick"
 
     def of(self, full: T, quick: T) -> T:
-        """The one that applies."""
+        """Return the one of the two values that applies at this scale."""
         return full if self is Scale.FULL else quick
 
 
 class Simulation(msgspec.Struct, frozen=True):
-    """One fleet on one trace. `reduce` is a module's own function (no closure): it runs where the
-    fleet ran, and its answer is plain data."""
+    """A simulation is the job of one fleet on one trace.
+
+    `reduce` is a module's own function (no closure): it runs where the fleet ran, and its answer is
+    plain data.
+    """
 
     trace: str
     """A role of traces.ROLES."""
@@ -49,7 +52,7 @@ class Simulation(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """Anything else that is computed: of a trace, or of none ("" as role)."""
+    """A measurement is any other job: computed of a trace, or of none ("" as role)."""
 
     compute: Callable[[Trace | None], Any]
     trace: str = ""
@@ -59,7 +62,8 @@ Job: TypeAlias = Simulation | Measurement
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The trace that stands for a role: whether it is the shared one or generated."""
+    """The origin describes the trace that stands for a role: whether it is the shared one or
+    generated."""
 
     name: str
     sessions: int
@@ -72,7 +76,8 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class Results(msgspec.Struct, frozen=True):
-    """What came of an experiment's jobs, by label, and the traces they ran on, by role."""
+    """The results are what came of an experiment's jobs, by label, and the traces they ran on, by
+    role."""
 
     kept: Mapping[str, Any]
     origins: Mapping[str, Origin]
@@ -83,9 +88,12 @@ class Results(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A verdict on one claim. `source`: "seed 002 §3.3". `number`: what was measured, with unit
-    and range. The frame adds trace and command. `trace`: of which role, if not the first job's.
-    `draws`: on how many draws of sessions it rests; 0: none are drawn."""
+    """A finding is a verdict on one claim.
+
+    `source`: "seed 002 §3.3". `number`: what was measured, with unit and range. The frame adds
+    trace and command. `trace`: of which role, if not the first job's. `draws`: on how many draws of
+    sessions it rests; 0: none are drawn.
+    """
 
     claim: str
     source: str
@@ -96,7 +104,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Drawing(msgspec.Struct, frozen=True):
-    """A call into report.figures. `name` is the file's, unique over all experiments."""
+    """A drawing is a call into report.figures. `name` is the file's, unique over all
+    experiments."""
 
     name: str
     draw: Draw
@@ -105,7 +114,8 @@ class Drawing(msgspec.Struct, frozen=True):
 
 
 class ResultTable(msgspec.Struct, frozen=True):
-    """Written as CSV and JSON with all digits, on the page with three. Columns name their unit."""
+    """A result table is written as CSV and JSON with all digits, on the page with three. Columns
+    name their unit."""
 
     name: str
     caption: str
@@ -126,8 +136,11 @@ def _no_tables(results: Results) -> list[ResultTable]:
 
 
 class Experiment(msgspec.Struct, frozen=True, kw_only=True):
-    """`name`: short, for --only, unique. `source`: the section it answers. `about`: a paragraph
-    for the report, in plain words: what is varied, on what, what is kept equal."""
+    """An experiment names its jobs and concludes from their results.
+
+    `name`: short, for --only, unique. `source`: the section it answers. `about`: a paragraph for
+    the report, in plain words: what is varied, on what, what is kept equal.
+    """
 
     name: str
     title: str
@@ -140,7 +153,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def at(metrics: Metrics, path: str) -> float | None:
-    """The number at "ttft_ms.p50" of a run's metrics; None where it tells none."""
+    """Return the number at a path like "ttft_ms.p50" of a run's metrics; None where it tells
+    none."""
     value: Any = metrics
     for name in path.split("."):
         if value is None:
@@ -150,7 +164,8 @@ def at(metrics: Metrics, path: str) -> float | None:
 
 
 def known(metrics: Metrics, path: str) -> float:
-    """The same, where the run must tell it. Raises LookupError."""
+    """Return the number at a path of a run's metrics, which the run must tell. Raises
+    LookupError."""
     value = at(metrics, path)
     if value is None:
         raise LookupError(f"the run tells no {path}")
@@ -158,14 +173,14 @@ def known(metrics: Metrics, path: str) -> float:
 
 
 def by_label(results: Results, labels: Sequence[str], path: str) -> dict[str, float | None]:
-    """One metric of several runs: what a panel of bars takes."""
+    """Return one metric of several runs by label, as a panel of bars takes it."""
     return {label: at(results[label], path) for label in labels}
 
 
 def table_of(
     results: Results, labels: Sequence[str], columns: Mapping[str, str], *, name: str, caption: str
 ) -> ResultTable:
-    """Runs as rows; `columns`: heading with unit -> path in the metrics."""
+    """Make a table with runs as rows; `columns`: heading with unit -> path in the metrics."""
     rows: list[list[Cell]] = [
         [label, *(at(results[label], path) for path in columns.values())] for label in labels
     ]

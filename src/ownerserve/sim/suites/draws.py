@@ -1,4 +1,5 @@
-"""Two policies over several draws of sessions: by how much one is ahead, and how surely.
+"""This module compares two policies over several draws of sessions: by how much one is ahead, and
+how surely.
 
 Owns the arithmetic and what it takes for a verdict. Draws are paired: in each both saw the same
 sessions, so what is averaged is the ratio (its logarithm), with Student's 95 % interval. One draw
@@ -22,7 +23,7 @@ LEVEL = 0.03
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """Ours over theirs: mean ratio and its interval over `draws`."""
+    """A comparison is ours over theirs: the mean ratio and its interval over `draws`."""
 
     ratio: float
     low: float
@@ -34,7 +35,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float]) -> Compared:
-    """Draw by draw; one in which either is 0 has no ratio and is left out."""
+    """Compare draw by draw; one in which either is 0 has no ratio and is left out."""
     logs = [log(a / b) for a, b in zip(ours, theirs, strict=True) if a > 0 and b > 0]
     if not logs:
         return Compared(1.0, 0.0, inf, 0)
@@ -44,31 +45,34 @@ def compared(ours: Sequence[float], theirs: Sequence[float]) -> Compared:
 
 
 def more(one: Compared) -> Verdict:
-    """Ours is more: the interval lies above 1, or within what counts as level or below."""
+    """Return the verdict that ours is more: it holds where the interval lies above 1, and fails
+    where all of it is level or below."""
     if one.low > 1:
         return Verdict.HOLDS
     return Verdict.FAILS if one.high <= 1 + LEVEL else Verdict.NOT_SHOWN
 
 
 def as_much(one: Compared) -> Verdict:
-    """Ours is no less, but for what counts as level."""
+    """Return the verdict that ours is no less, but for what counts as level."""
     if one.low >= 1 - LEVEL:
         return Verdict.HOLDS
     return Verdict.FAILS if one.high < 1 - LEVEL else Verdict.NOT_SHOWN
 
 
 def at_no_cost(one: Compared) -> Verdict:
-    """A measure that is taken costs nothing. Where it was never taken both runs are one run."""
+    """Return the verdict that a measure which is taken costs nothing. Where it was never taken both
+    runs are one run, and nothing is shown."""
     return Verdict.NOT_SHOWN if one.low == one.high == 1 else as_much(one)
 
 
 def inverse(one: Compared) -> Compared:
-    """Theirs over ours: for what is better when it is less."""
+    """Return theirs over ours: for what is better when it is less."""
     return Compared(1 / one.ratio, 1 / one.high, 1 / one.low if one.low else inf, one.draws)
 
 
 def over(cells: Mapping[str, Verdict]) -> Verdict:
-    """One verdict over several loads or traces: holds in a range where it holds in some."""
+    """Return one verdict over several loads or traces: it holds in a range where it holds in
+    some."""
     said = set(cells.values())
     if len(said) == 1:
         return said.pop()

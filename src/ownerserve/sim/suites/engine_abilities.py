@@ -1,5 +1,7 @@
-"""What the results are worth with the engines of today: the headline rows under each set of
-abilities (sim.granted), over several draws."""
+"""This experiment shows what the results are worth with the engines of today.
+
+It has the headline rows under each set of abilities (sim.config.granted), over several draws.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ def _values(results: Results, what: str, name: str, path: str) -> list[float]:
 
 
 def _better(results: Results, what: str, pair: Sequence[str], path: str) -> Compared:
-    """The first set over the second, so that above 1 is better."""
+    """Compare the first set with the second, so that above 1 is better."""
     ratio = compared(*(_values(results, what, name, path) for name in pair))
     return inverse(ratio) if path in (P95, "ttft_ms.mean") else ratio
 

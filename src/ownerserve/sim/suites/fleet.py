@@ -1,4 +1,4 @@
-"""The fleet that most experiments share, and the policies by name.
+"""This module has the fleet that most experiments share, and the policies by name.
 
 Owns the sizes: every experiment that keeps to `agents` runs on equal hardware and equal turns, and
 equal runs are simulated once for all of them.
@@ -47,7 +47,8 @@ def agents(
     tiers: Tiers | None = None,
     **changes: Any,
 ) -> SimSetup:
-    """Claude-Code sessions on WORKERS GPUs; the next begins when one of `lanes` ends.
+    """Return the setup of Claude-Code sessions on WORKERS GPUs; the next begins when one of `lanes`
+    ends.
 
     `policy` may end with " + seats": new sessions wait until their context fits (router.seats).
     `changes`: fields of Shape where it has them, else of Setup. Half of the workers prefill for
@@ -75,5 +76,5 @@ def agents(
 
 
 def simulate(policy: str, scale: Scale, **changes: Any) -> Simulation:
-    """The run of `agents` on the Claude-Code trace, its plain metrics kept."""
+    """Return the job that runs `agents` on the Claude-Code trace, its plain metrics kept."""
     return Simulation("claude_code", agents(policy, scale, **changes))

@@ -75,9 +75,11 @@ KEPT = (
 
 
 def while_full(result: Result) -> dict[str, Any]:
-    """Some metrics of the whole run, and these of the time to the SHARE-th of its turns:
+    """Return some metrics of the whole run, and these of the time to the SHARE-th of its turns.
+
     `tasks_per_gpu_hour` (a turn counts as one over the turns of a session), turn latencies.
-    `first_turn_mean_s`: of all sessions' first turns, a seat's wait included."""
+    `first_turn_mean_s`: of all sessions' first turns, a seat's wait included.
+    """
     table = result.rows.table()
     served = np.sort(table[np.isin(table["mode"], SERVED)], order="done_s")
     part = served[: max(1, round(SHARE * len(served)))]
@@ -96,8 +98,11 @@ def while_full(result: Result) -> dict[str, Any]:
 
 
 def setup_of(policy: str, scale: Scale, *, lanes: int, seed: int, **changes: Any) -> SimSetup:
-    """`policy` may say ", told": before each decision the router hears what of the session is
-    resident on which device; and then " + seats"."""
+    """Return the setup of a policy's run at so many lanes, with the sessions of a seed.
+
+    `policy` may say ", told": before each decision the router hears what of the session is resident
+    on which device; and then " + seats".
+    """
     name = policy.replace(", told", "")
     oracle = "residents" if name != policy else ""
     told = {"lanes": lanes, "sessions": SESSIONS, "seed": seed, "oracle": oracle, **changes}
@@ -155,8 +160,11 @@ def _finding(
     *,
     cells: Sequence[tuple[str, int]] = CELLS,
 ) -> Finding:
-    """One claim over `cells`. A rival None is the best of RIVALS there, by mean. Latencies are
-    compared the other way round: theirs over ours, so that above 1 is always better for us."""
+    """Judge one claim over `cells`.
+
+    A rival None is the best of RIVALS there, by mean. Latencies are compared the other way round:
+    theirs over ours, so that above 1 is always better for us.
+    """
     ours, rival = pair
     said, told, lower = {}, [], path.endswith("_s")
     for cell in cells:
@@ -275,7 +283,7 @@ COLUMNS = {
 
 
 def _row(kept: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Means over draws, and the least and most of the work."""
+    """Return means over draws, and the least and most of the work."""
     cells: list[Cell] = [fmean(known(one, path) for one in kept) for path in COLUMNS.values()]
     work = [known(one, WORK) for one in kept]
     return [*cells, min(work), max(work)]

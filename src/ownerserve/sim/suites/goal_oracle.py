@@ -1,4 +1,5 @@
-"""What the receding-horizon oracle knows, part by part: why OwnerServe is behind it, how far."""
+"""This experiment shows what the receding-horizon oracle knows, part by part: why OwnerServe is
+behind it, how far."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ BEHIND_ORACLE = 0.1
 
 
 def _lanes(scale: Scale) -> tuple[int, ...]:
-    """Above the knee: below it there is little to know."""
+    """Return the loads above the knee: below it there is little to know."""
     return scale.of(GOAL_LANES[2:], GOAL_LANES[:1])
 
 

@@ -1,4 +1,5 @@
-"""How measurements become a verdict: one place for the rules that experiments share.
+"""This module says how measurements become a verdict: one place for the rules that experiments
+share.
 
 Owns no claim. Each rule can say all four verdicts: a claim that no measurement could refute is no
 claim, and one for which the run had nothing to measure is "not shown", never "holds".
@@ -12,12 +13,14 @@ from ownerserve.report.page import Verdict
 
 
 def all_of(parts: Sequence[bool]) -> Verdict:
-    """All parts are so: holds. Some: in a range. No part is there to be judged: not shown."""
+    """Return that the claim holds when all parts are so, in a range when some are; not shown
+    without parts."""
     return counted(sum(parts), len(parts))
 
 
 def counted(won: int, of: int) -> Verdict:
-    """The same of a count."""
+    """Return that the claim holds when all `of` parts were `won`, in a range when some were; not
+    shown for no parts."""
     if not of:
         return Verdict.NOT_SHOWN
     if won == of:
@@ -26,17 +29,19 @@ def counted(won: int, of: int) -> Verdict:
 
 
 def first_of(holds: bool, partly: bool) -> Verdict:  # noqa: FBT001
-    """The best grade whose condition is met."""
+    """Return the best grade whose condition is met."""
     if holds:
         return Verdict.HOLDS
     return Verdict.IN_RANGE if partly else Verdict.FAILS
 
 
 def smaller(ratio: float, *, holds: float, partly: float) -> Verdict:
-    """By how much smaller: a ratio below `holds` holds, below `partly` in a range."""
+    """Judge by how much a value is smaller: a ratio below `holds` holds, below `partly` in a
+    range."""
     return first_of(ratio < holds, ratio < partly)
 
 
 def larger(ratio: float, *, holds: float, partly: float) -> Verdict:
-    """By how much larger: a ratio from `holds` on holds, from `partly` on in a range."""
+    """Judge by how much a value is larger: a ratio from `holds` on holds, from `partly` on in a
+    range."""
     return first_of(ratio >= holds, ratio >= partly)

@@ -1,4 +1,4 @@
-"""From results to files: tables, figures, one page, the verdicts.
+"""This module makes files of results: tables, figures, one page, the verdicts.
 
 Owns the folder's layout. Each experiment concludes in a task of its own, so that one that fails is
 a line in the report and the others stand.
@@ -33,7 +33,7 @@ from ownerserve.sim.suites.run import Concluded, describe
 
 
 class PublishedExperiment(msgspec.Struct, frozen=True):
-    """What an experiment says. `error`: why it says nothing."""
+    """A published experiment is what one says. `error`: why it says nothing."""
 
     name: str
     title: str
@@ -46,7 +46,8 @@ class PublishedExperiment(msgspec.Struct, frozen=True):
 
 
 class EvaluationReport(msgspec.Struct, frozen=True):
-    """The whole evaluation. `digest`: SHA-256 over every result: equal runs, equal digests."""
+    """The report is the whole evaluation. `digest`: SHA-256 over every result: equal runs, equal
+    digests."""
 
     published: list[PublishedExperiment]
     digest: str
@@ -129,7 +130,7 @@ def _claim(finding: Finding, concluded: Concluded, command: str) -> Claim:
 
 
 def _rests_on(trace: str, draws: int) -> str:
-    """The trace, and by how many draws of its sessions a verdict is carried."""
+    """Return, in words, the trace and the draws of its sessions that a verdict rests on."""
     if not draws:
         return trace
     return f"{trace}; one draw" if draws == 1 else f"{trace}; {draws} draws"
@@ -150,7 +151,7 @@ def _write_table(table: ResultTable, folder: Path) -> None:
 
 
 def _write_results(concluded: Sequence[Concluded], folder: Path) -> str:
-    """Each experiment's results, and the digest over all."""
+    """Write each experiment's results, and return the digest over all."""
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     for one in concluded:

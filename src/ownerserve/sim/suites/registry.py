@@ -1,4 +1,4 @@
-"""The experiments of each suite, in the order of the report.
+"""The registry finds the experiments of each suite, in the order of the report.
 
 Every module below this folder that has an `EXPERIMENTS` list is part of the suite `seeds`.
 """
@@ -18,7 +18,7 @@ SUITES = ("seeds",)
 
 @cache
 def experiments() -> tuple[Experiment, ...]:
-    """All, ordered by module name, then as the module lists them."""
+    """Return all experiments, ordered by module name, then as the module lists them."""
     found: list[Experiment] = []
     modules = pkgutil.walk_packages(suites.__path__, f"{suites.__name__}.")
     for name in sorted(module.name for module in modules):
@@ -27,7 +27,8 @@ def experiments() -> tuple[Experiment, ...]:
 
 
 def chosen(suite: str, only: tuple[str, ...] = ()) -> tuple[Experiment, ...]:
-    """The experiments of `suite`, or those named. Raises InvalidInput for a name that is none."""
+    """Return the experiments of `suite`, or those named. Raises InvalidInput for a name that is
+    none."""
     if suite not in SUITES:
         raise InvalidInput("--suite", f"{suite!r} is unknown", f"use {', '.join(SUITES)}")
     by_name = {experiment.name: experiment for experiment in experiments()}

@@ -1,4 +1,4 @@
-"""From experiments to results: every job once, all in one pool.
+"""This module runs experiments: every job once, all in one pool.
 
 Owns which jobs are equal and what came of each. A job that raises is told by its experiment and
 label; what does not need it stands.
@@ -25,7 +25,7 @@ Reduce: TypeAlias = Callable[[Any], Any]
 
 
 class Concluded(msgspec.Struct, frozen=True):
-    """An experiment's results, or why there are none."""
+    """A concluded experiment has its results, or why there are none."""
 
     experiment: Experiment
     results: Results
@@ -33,7 +33,7 @@ class Concluded(msgspec.Struct, frozen=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """All jobs of `experiments`, equal ones once."""
+    """The work is all jobs of `experiments`, equal ones once."""
 
     experiments: Sequence[Experiment]
     scale: Scale
@@ -42,7 +42,7 @@ class Work(msgspec.Struct, frozen=True):
 
     @property
     def runs(self) -> dict[tuple[str, SimSetup], dict[Reduce, None]]:
-        """Simulations by what makes them equal, and all that is to be kept of each."""
+        """The simulations by what makes them equal, and all that is to be kept of each."""
         found: dict[tuple[str, SimSetup], dict[Reduce, None]] = {}
         for job in self._each():
             if not isinstance(job, Measurement):
@@ -55,7 +55,7 @@ class Work(msgspec.Struct, frozen=True):
 
     @property
     def roles(self) -> list[str]:
-        """Traces that are needed."""
+        """The roles of the traces that are needed, sorted."""
         return sorted({job.trace for job in self._each() if job.trace})
 
     def _each(self) -> Iterable[Job]:
@@ -63,12 +63,12 @@ class Work(msgspec.Struct, frozen=True):
 
 
 def work_of(experiments: Sequence[Experiment], scale: Scale) -> Work:
-    """What has to be run."""
+    """Return what has to be run for the experiments at this scale."""
     return Work(experiments, scale, {one.name: one.jobs(scale) for one in experiments})
 
 
 def traces_of(work: Work, folder: Path | None) -> Traces:
-    """The traces that the jobs name. Raises InvalidInput."""
+    """Find the traces that the jobs name. Raises InvalidInput."""
     return {role: find(role, folder, work.scale) for role in work.roles}
 
 
@@ -123,13 +123,13 @@ def _concluded(
 
 
 def describe(error: BaseException) -> str:
-    """One line: what was raised."""
+    """Return in one line what was raised."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _weight(setup: SimSetup) -> int:
-    """Roughly how long a run takes, next to another: by what it draws of its trace."""
+    """Return roughly how long a run takes next to another: by what it draws of its trace."""
     return setup.shape.sessions.count if setup.shape.sessions is not None else 1 << 30
 
 

@@ -1,4 +1,4 @@
-"""Baselines that the seeds replace: a session's state is one slot, and goes as one.
+"""This module has baselines that the seeds replace: a session's state is one slot, and goes as one.
 
 Owns three parts (sim.build.Parts) that no policy of production has: the worker of seed 001 that
 frees a whole session at once, and the transfers and the router of seed 003. They use production's
@@ -47,15 +47,19 @@ ANSWER_BLOCKS = 8
 
 
 class SlotOrder(SessionReference):
-    """An idle session keeps its lock, as in pinned-slot; once released it goes first."""
+    """In this eviction order an idle session keeps its lock, as in pinned-slot; once released it
+    goes first."""
 
     name: ClassVar[str] = "session-slot"
     pins_idle_sessions: ClassVar[bool] = True
 
 
 class SlotNode(SimNode):
-    """Makes room by releasing idle sessions whole, the least recent first (seed 001 §1.1:
-    `release_session`). Without that a pool full of idle slots refuses every turn."""
+    """This node makes room by releasing idle sessions whole, the least recent first.
+
+    So does seed 001 §1.1's `release_session`. Without that a pool full of idle slots refuses every
+    turn.
+    """
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class SlotNode(SimNode):
         self._wanted: dict[TurnId, tuple[SessionId | None, Packed]] = {}
 
     def handle(self, event: Event, now: float) -> None:
-        """A turn that arrives needs room for all of its prompt."""
+        """Make room for all of the prompt of a turn that arrives, then handle the event."""
         if isinstance(event, TurnArrived):
             self._wanted[event.turn_id] = event.session_id, event.tokens
             self._make_room()
@@ -80,7 +84,7 @@ class SlotNode(SimNode):
         super().handle(event, now)
 
     def look(self, now: float) -> None:
-        """After a step: the next turn in the queue may lack room still."""
+        """Make room for the next turn in the queue, which may lack some still after a step."""
         self._make_room()
         super().look(now)
 
@@ -95,7 +99,7 @@ class SlotNode(SimNode):
             free_session(cache, victim.session_id, short_blocks=short)
 
     def _largest(self) -> tuple[SessionId | None, int]:
-        """The waiting turn that lacks most, and the blocks that it lacks."""
+        """Return the session of the waiting turn that lacks most, and the blocks that it lacks."""
         cache = self.state.cache
         size = cache.layout.block_tokens
         session, most = None, 0
@@ -120,7 +124,7 @@ class SlotNode(SimNode):
 
 
 def free_session(cache: HeteroCache, session_id: SessionId, *, short_blocks: int) -> None:
-    """All that only this session holds goes at once, though `short_blocks` would do."""
+    """Free all that only this session holds at once, though `short_blocks` would do."""
     own = min(cache.sessions.release(session_id), cache.occupancy.evictable_blocks())
     if own > 0:
         cache.pressure.evict_blocks(own, wanted=min(own, max(0, short_blocks)))
@@ -133,7 +137,8 @@ Backup = Literal["keep", "release-after-transfer"]
 
 
 class PdTransfers(Transfers):
-    """At most `in_flight` at once (0: no limit); the source's copy is kept, or released."""
+    """These transfers run at most `in_flight` at once (0: no limit); the source's copy is kept, or
+    released."""
 
     def __init__(self, heap: Heap, *, timeout_s: float, in_flight: int, backup: Backup) -> None:
         super().__init__(heap, timeout_s=timeout_s)
@@ -196,7 +201,7 @@ def _forget(cache: HeteroCache, prompt: Packed) -> None:
 
 
 def pd_transfers(in_flight: int, backup: Backup) -> Callable[[Heap, float], Transfers]:
-    """The transfers part."""
+    """Return the maker of such transfers, for a baseline's parts."""
     return lambda heap, timeout_s: PdTransfers(
         heap, timeout_s=timeout_s, in_flight=in_flight, backup=backup
     )
@@ -209,7 +214,7 @@ DIRECT_MOST_TOKENS = 8192
 
 
 class SlotRouter:
-    """Sessions take slots on D workers, first come first served, and keep them.
+    """The router gives sessions slots on D workers, first come first served, and they keep them.
 
     A turn whose session has a slot is appended there (the fast path). Else a slot is taken on the
     D worker with the fewest, if one is left, and the prompt is prefilled on P and sent; without
@@ -252,7 +257,11 @@ class SlotRouter:
         return None
 
     def _slot(self, request: RoutingRequest, fleet: Candidates) -> Worker | None:
-        """The D worker with the fewest sessions, if it takes one more."""
+        """Return the D worker that gives the session a slot; None when none does.
+
+        With a cap it is the one with the fewest sessions, without one the one with the most free
+        memory that takes the prompt.
+        """
         worker = min(fleet, key=lambda one: (self._taken.get(one.order, 0), one.order))
         if self._slots is not None:
             return worker if self._taken.get(worker.order, 0) < self._slots else None

@@ -1,4 +1,5 @@
-"""Which trace stands for a role: the shared one where it is to be had, else a generated one.
+"""This module says which trace stands for a role: the shared one where it is to be had, else a
+generated one.
 
 Owns the roles. A stand-in is made by trace.synth and is named as such in every verdict.
 """
@@ -23,8 +24,11 @@ QUICK_INPUT_TOKENS = 60_000
 
 
 class TraceRole(msgspec.Struct, frozen=True):
-    """`path` in --traces, "" for a role that is always generated; else the stand-in's workload.
-    `without`: so many sessions are left out, those that seed 0 draws: the fitted ones."""
+    """A role says which trace is meant, and what stands in for it.
+
+    `path` in --traces, "" for a role that is always generated; else the stand-in's workload.
+    `without`: so many sessions are left out, those that seed 0 draws: the fitted ones.
+    """
 
     path: str
     workload: str
@@ -65,7 +69,7 @@ ROLES = {
 
 
 def find(role: str, folder: Path | None, scale: Scale) -> tuple[Trace, Origin]:
-    """The trace for `role`. Quick: always a small generated one, so that it takes a second.
+    """Find the trace for `role`. Quick: always a small generated one, so that it takes a second.
 
     Raises InvalidInput for an unknown role or a file that is broken.
     """
@@ -88,7 +92,7 @@ def find(role: str, folder: Path | None, scale: Scale) -> tuple[Trace, Origin]:
 
 
 def held_out(trace: Trace, fitted: int) -> Trace:
-    """The sessions that seed 0 does not draw."""
+    """Return the trace's sessions that seed 0 does not draw."""
     drawn = {part.source for part in cast(trace, WorkloadShape(sessions=Sample(fitted)))}
     left = (one for number, one in enumerate(trace.sessions) if number not in drawn)
     return msgspec.structs.replace(trace, sessions=tuple(left))

@@ -1,4 +1,4 @@
-"""A trace as the simulator's load: closed loop, open loop or capped sessions."""
+"""A workload is a trace as the simulator's load: closed loop, open loop or capped sessions."""
 
 from ownerserve.sim.workload.driver import ReleaseKey, WorkloadDriver
 from ownerserve.sim.workload.shape import (

@@ -22,7 +22,8 @@ BISECTIONS = 40
 
 
 class PlayedSession(msgspec.Struct, frozen=True, gc=False):
-    """The first `turns` requests of trace session `source`, starting at `start_s`.
+    """A played session is the first `turns` requests of trace session `source`, starting at
+    `start_s`.
 
     `copy` 0 is the session itself; others are the same session again, with ids of their own.
     """
@@ -34,7 +35,7 @@ class PlayedSession(msgspec.Struct, frozen=True, gc=False):
 
 
 def cast(trace: Trace, shape: WorkloadShape) -> list[PlayedSession]:
-    """The sessions of a run, in order of their start. `shape` must have been checked.
+    """Return the sessions of a run, in order of their start. `shape` must have been checked.
 
     Raises InvalidInput when a wanted skew can't be had from these sessions.
     """
@@ -52,7 +53,7 @@ def cast(trace: Trace, shape: WorkloadShape) -> list[PlayedSession]:
 
 
 def _picks(trace: Trace, shape: WorkloadShape, rng: Random) -> list[tuple[int, int]]:
-    """(session, copy) pairs, none twice."""
+    """Return the (session, copy) pairs that run, none twice."""
     everyone = [n for n, session in enumerate(trace.sessions) if session.requests]
     if not everyone:
         raise InvalidInput("trace", "has no requests", "give one that has")
@@ -76,7 +77,7 @@ def _starts_s(trace: Trace, picks: list[tuple[int, int]], shape: WorkloadShape) 
 
 
 def _turns(trace: Trace, picks: list[tuple[int, int]], shape: WorkloadShape) -> list[int]:
-    """How many requests each pick keeps."""
+    """Return how many requests each pick keeps."""
     if shape.skew is None:
         return [len(trace.sessions[source].requests) for source, _ in picks]
     cut = Cut(trace, [source for source, _ in picks])
@@ -86,7 +87,8 @@ def _turns(trace: Trace, picks: list[tuple[int, int]], shape: WorkloadShape) -> 
 
 
 class Cut:
-    """Cuts sessions so that their inputs follow Zipf's law. Owns their cumulative inputs."""
+    """A cut shortens sessions so that their inputs follow Zipf's law. Owns their cumulative
+    inputs."""
 
     def __init__(self, trace: Trace, sources: list[int]) -> None:
         inputs = {
@@ -98,7 +100,7 @@ class Cut:
         self._ranked = sorted(range(len(sources)), key=lambda n: -self._inputs[n][-1])
 
     def turns(self, alpha: float) -> list[int]:
-        """For each session the turns that fit its rank's share, at least one."""
+        """Return, for each session, the turns that fit its rank's share, at least one."""
         kept = [0] * len(self._inputs)
         largest = self._inputs[self._ranked[0]][-1]
         for rank, number in enumerate(self._ranked, 1):
@@ -106,7 +108,8 @@ class Cut:
         return kept
 
     def share(self, alpha: float, top: float) -> float:
-        """Share of all input held by the largest `top` of the sessions, as trace.stats counts."""
+        """Return the share of all input held by the largest `top` of the sessions, as trace.stats
+        counts."""
         turns = self.turns(alpha)
         held = sorted(
             (own[n - 1] for own, n in zip(self._inputs, turns, strict=True)), reverse=True
@@ -114,7 +117,8 @@ class Cut:
         return sum(held[: ceil(len(held) * top)]) / max(1, sum(held))
 
     def alpha_for(self, wanted: TopShare) -> float:
-        """The smallest alpha that gives the share, by bisection."""
+        """Find the smallest alpha that gives the share, by bisection. Raises InvalidInput when none
+        does."""
         # The share falls again where nothing but the other top sessions is left to cut.
         low, high = 0.0, max(ALPHAS, key=lambda alpha: self.share(alpha, wanted.top))
         least, most = self.share(low, wanted.top), self.share(high, wanted.top)

@@ -13,7 +13,7 @@ from ownerserve.trace.model import TraceRequest, TraceSession, release_delay_s, 
 
 
 class Course:
-    """The first `turns` requests of a session, by position."""
+    """A course is the first `turns` requests of a session, by position."""
 
     __slots__ = (
         "__weakref__",
@@ -44,12 +44,14 @@ class Course:
         """Where the fresh ids of each begin, from those of the session."""
 
     def delay_s(self, position: int) -> float:
-        """Recorded time from the last thing a turn waits for to its release."""
+        """Return the recorded seconds from the last thing that a turn waits for to its release."""
         return release_delay_s(self.session, position, self.waits[position])
 
     def away_s(self, position: int) -> float:
-        """From the end of a turn to its agent's next one, as recorded: what else that waits for
-        (sub-agents, mostly) included."""
+        """Return the recorded seconds from the end of a turn to its agent's next one.
+
+        What else that one waits for (sub-agents, mostly) is included.
+        """
         following = self.following[position]
         this, then = self.requests[position], self.requests[following]
         recorded_s = then.start_s - this.start_s - (this.api_s or 0.0)
@@ -76,7 +78,8 @@ def _next_of_agent(requests: tuple[TraceRequest, ...]) -> list[int]:
 
 
 def roots(session: TraceSession, turns: int) -> Iterator[int]:
-    """Positions of the requests that wait for nothing: as trace.model.waits_for, but lazily."""
+    """Yield the positions of the requests that wait for nothing: as trace.model.waits_for, but
+    lazily."""
     seen: set[int] = set()
     for position, request in enumerate(session.requests[:turns]):
         waits_for_previous = request.after is None and request.agent in seen

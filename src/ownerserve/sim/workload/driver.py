@@ -1,4 +1,4 @@
-"""Workload: which turn is released when, and what it asks for.
+"""The workload driver says which turn is released when, and what it asks for.
 
 Owns the progress of the trace. Pure: time comes in as `now`, releases go out as data; a caller's
 clock performs them. Never knows where a turn runs.
@@ -30,7 +30,8 @@ _POSITION = (1 << _POSITION_BITS) - 1
 
 
 class WorkloadDriver:
-    """A trace, driven. Turns are released once each; a session's state lives while it runs."""
+    """A driver plays a trace: turns are released once each; a session's state lives while it
+    runs."""
 
     def __init__(self, trace: Trace, shape: WorkloadShape, parts: list[PlayedSession]) -> None:
         self._trace = trace
@@ -54,22 +55,23 @@ class WorkloadDriver:
 
     @classmethod
     def of(cls, trace: Trace, shape: WorkloadShape) -> WorkloadDriver:
-        """The workload of a trace in a shape. Raises InvalidInput for a shape that can't be."""
+        """Make the workload of a trace in a shape. Raises InvalidInput for a shape that can't
+        be."""
         shape.check()
         return cls(trace, shape, cast(trace, shape))
 
     def requests_in(self, session: int) -> int:
-        """How many turns session `session` has."""
+        """Return how many turns session `session` has."""
         return self._parts[session].turns
 
     def input_tokens_in(self, session: int) -> int:
-        """Prompt tokens of all turns of a session."""
+        """Return the prompt tokens of all turns of a session."""
         part = self._parts[session]
         requests = self._trace.sessions[part.source].requests[: part.turns]
         return sum(request.input_tokens for request in requests)
 
     def first(self, now: float = 0.0) -> list[tuple[float, ReleaseKey]]:
-        """The releases known at the start, for a run that begins at `now`."""
+        """Return the releases known at the start, for a run that begins at `now`."""
         self._origin_s = now
         if isinstance(self._shape.mode, Open):
             return self._all_recorded()
@@ -103,8 +105,10 @@ class WorkloadDriver:
         return turn
 
     def finished(self, turn: SimTurn, now: float) -> list[tuple[float, ReleaseKey]]:
-        """What the end of a turn releases, and when: the turns that waited for it last, after
-        their think time; in capped mode also the session that takes an ended one's lane.
+        """End a turn, and return what that releases, and when.
+
+        Released are the turns that waited for it last, after their think time; in capped mode also
+        the session that takes an ended one's lane.
         """
         number = turn.session
         live = self._live[number]
@@ -126,7 +130,8 @@ class WorkloadDriver:
         return self.finished(turn, now)
 
     def next_release_s(self, turn: SimTurn, now: float) -> float | None:
-        """When its conversation's next turn is released if this one ends at `now`: for oracles.
+        """Return when its conversation's next turn is released if this one ends at `now`: for
+        oracles.
 
         What else the next turn waits for is taken to last as long as it was recorded. None after a
         conversation's last turn.
@@ -140,7 +145,7 @@ class WorkloadDriver:
         return now + self._shape.tool_scale * live.course.away_s(turn.position)
 
     def conversation(self, key: ReleaseKey) -> SessionId | None:
-        """The conversation whose turn a release is; None for a session's first."""
+        """Return the conversation whose turn a release is; None for a session's first."""
         live = self._live.get(key >> _POSITION_BITS)
         return None if live is None else live.name(key & _POSITION)
 

@@ -1,4 +1,4 @@
-"""A session while it runs: its progress, and the prompts of its turns.
+"""A live session is one while it runs: its progress, and the prompts of its turns.
 
 Owns the progress of one session. Made when its first turn is released, dropped when its last one
 is done, so memory follows the sessions that run and not the trace.
@@ -17,14 +17,14 @@ from ownerserve.trace.runs import common_prefix
 
 
 class Fork(NamedTuple):
-    """The parent whose beginning a conversation shares, and how much of it."""
+    """A fork names the parent whose beginning a conversation shares, and how much of it."""
 
     parent: SessionId
     shared_tokens: int
 
 
 class LiveSession:
-    """Session `number` of the run."""
+    """A live session is session `number` of the run."""
 
     __slots__ = ("_ids", "_missing", "_number", "course", "undone")
 
@@ -37,7 +37,7 @@ class LiveSession:
         """Turns not finished yet."""
 
     def finish(self, position: int) -> list[int]:
-        """Count a turn as done; returns the positions that waited for nothing but it."""
+        """Count a turn as done; return the positions that waited for nothing but it."""
         missing = self._missing
         assert missing[position] >= 0, f"s{self._number}: turn {position} finished twice"
         missing[position] = -1
@@ -50,14 +50,15 @@ class LiveSession:
         return freed
 
     def name(self, position: int) -> SessionId:
-        """The conversation that a turn belongs to."""
+        """Return the conversation that a turn belongs to."""
         return self._name(self.course.requests[position].agent)
 
     def _name(self, agent: int) -> SessionId:
         return SessionId(f"s{self._number}/a{agent}" if agent else f"s{self._number}")
 
     def fork(self, position: int, unit_tokens: int) -> Fork | None:
-        """What the first turn of a conversation shares with the one it shares most with.
+        """Return what the first turn of a conversation shares with the one that it shares most
+        with.
 
         Compared with the latest earlier turn of every other agent. None on later turns, and
         where nothing is shared.
@@ -76,7 +77,7 @@ class LiveSession:
         return best
 
     def content(self, position: int, reuse: OutputReuse) -> tuple[bytes, bytes]:
-        """The packed units of a turn: of its prompt, and of what it decodes.
+        """Return the packed units of a turn: of its prompt, and of what it decodes.
 
             prompt   | full units | partial |
             next     | full units | the tail of the prompt and the answer's begin | answer ...
@@ -105,7 +106,7 @@ class LiveSession:
         return prompt, output
 
     def _onward(self, position: int, last_full: bytes) -> bytes:
-        """Ids that the next prompt shows for the units which become full while decoding.
+        """Return the ids that the next prompt shows for the units which become full while decoding.
 
         None where it does not go on from this prompt, whose last full unit is `last_full`.
         """

@@ -1,4 +1,5 @@
-"""How a trace is driven: the choices a sweep varies, as plain data. Decides nothing itself."""
+"""A shape says how a trace is driven: the choices a sweep varies, as plain data. Decides nothing
+itself."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from ownerserve.kv.errors import InvalidInput
 
 
 class Closed(msgspec.Struct, frozen=True, tag="closed"):
-    """A turn is released when the turns it waits for are done and its think time has passed."""
+    """In this mode a turn is released when the turns it waits for are done and its think time has
+    passed."""
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Every turn is released at its recorded time, whatever completes."""
+    """In this mode every turn is released at its recorded time, whatever completes."""
 
 
 class Capped(msgspec.Struct, frozen=True, tag="capped"):
-    """Closed, with at most `lanes` sessions at once: the next starts when one ends.
+    """This mode is closed, with at most `lanes` sessions at once: the next starts when one ends.
 
     Recorded starts of sessions are ignored.
     """
@@ -39,13 +41,13 @@ class Poisson(msgspec.Struct, frozen=True, tag="poisson"):
 
 
 class First(msgspec.Struct, frozen=True, tag="first"):
-    """The first `count` sessions of the trace."""
+    """This choice takes the first `count` sessions of the trace."""
 
     count: int
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
-    """`count` sessions drawn by the seed: none twice before each was drawn once.
+    """This choice draws `count` sessions by the seed: none twice before each was drawn once.
 
     A session drawn again is a copy with ids of its own, but for what it shared with other
     sessions. So `count` may exceed the trace.
@@ -64,7 +66,8 @@ class Zipf(msgspec.Struct, frozen=True, tag="zipf"):
 
 
 class TopShare(msgspec.Struct, frozen=True, tag="top_share"):
-    """Zipf, with the smallest alpha at which `top` of the sessions hold `share` of the input."""
+    """This skew is Zipf's, with the smallest alpha at which `top` of the sessions hold `share` of
+    the input."""
 
     share: float
     top: float = 0.01
@@ -84,8 +87,10 @@ prefix, where it goes on from there. `never`: nobody asks for decoded state agai
 
 
 class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
-    """`time_scale`: factor on recorded arrivals. `tool_scale`: factor on think times and on
-    offsets in a session (0: coupled). `unit_tokens`: a unit where the trace has no ids.
+    """A workload's shape has every choice of how a trace is driven.
+
+    `time_scale`: factor on recorded arrivals. `tool_scale`: factor on think times and on offsets in
+    a session (0: coupled). `unit_tokens`: a unit where the trace has no ids.
     """
 
     mode: Closed | Open | Capped = Closed()
@@ -100,14 +105,14 @@ class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
     def check(self) -> None:
-        """Raises InvalidInput naming the first choice out of range."""
+        """Raise InvalidInput naming the first choice out of range."""
         for field, value, holds, mend in _checks(self):
             if not holds:
                 raise InvalidInput(field, f"{value} is out of range", mend)
 
 
 def _checks(shape: WorkloadShape) -> Iterator[tuple[str, float, bool, str]]:
-    """(field, value, whether it is in range, mend)."""
+    """Yield (field, value, whether it is in range, mend) for each choice."""
     mode, arrivals, skew = shape.mode, shape.arrivals, shape.skew
     if isinstance(mode, Capped):
         yield "mode.lanes", mode.lanes, mode.lanes >= 1, "use 1 or more"

@@ -1,4 +1,4 @@
-"""The ids of a run's units: 32 bits each, no id for two different prefixes.
+"""This module gives the ids of a run's units: 32 bits each, no id for two different prefixes.
 
 Owns the id space and its layout. Everything is fixed before the run: what a turn's ids are depends
 on the trace and the shape, never on the order in which turns complete.
@@ -39,8 +39,10 @@ Triple = tuple[int, int, str]
 
 
 class UnitIdTable:
-    """The first `ids` ids as little-endian uint32, up to TABLE_IDS of them: most runs' ids are cut
-    from it at 0.2 us a run of them, others are made at 1 us."""
+    """The table holds the first `ids` ids as little-endian uint32, up to TABLE_IDS of them.
+
+    Most runs' ids are cut from it at 0.2 us a run of them, others are made at 1 us.
+    """
 
     __slots__ = ("_ids", "_packed")
 
@@ -49,7 +51,7 @@ class UnitIdTable:
         self._packed = np.arange(self._ids, dtype=_UNIT).tobytes()
 
     def pack(self, runs: Runs, offset: int = 0) -> bytes:
-        """The ids of `runs`, each `offset` further."""
+        """Return the packed ids of `runs`, each `offset` further."""
         packed = b""
         for first, count in runs:
             first += offset
@@ -62,7 +64,7 @@ class UnitIdTable:
 
 
 def window(runs: Runs, start: int, end: int) -> Runs:
-    """The ids of units `start` to `end`, as far as there are any."""
+    """Return the ids of units `start` to `end`, as far as there are any."""
     found: list[Run] = []
     at = 0
     for first, count in runs:
@@ -78,12 +80,13 @@ def window(runs: Runs, start: int, end: int) -> Runs:
 
 
 def unit_tokens_of(trace: Trace, shape: WorkloadShape) -> int:
-    """Tokens of a unit: the trace's block, or as the shape says where it has none."""
+    """Return the tokens of a unit: the trace's block, or as the shape says where it has none."""
     return shape.unit_tokens if trace.ids == "none" else trace.block_tokens
 
 
 class UnitSpan(NamedTuple):
-    """Which units a request touches; its prompt and its answer have at least one token."""
+    """A span says which units a request touches; its prompt and its answer have at least one
+    token."""
 
     full: int
     """Full units of the prompt alone."""
@@ -103,7 +106,8 @@ class UnitSpan(NamedTuple):
         )
 
     def fresh_at_most(self, request: TraceRequest) -> int:
-        """Fresh ids a request can need: what `runs` lack, and all that it decodes."""
+        """Return the fresh ids that a request can need: what `runs` lack, and all that it
+        decodes."""
         _, units, end = self
         # Comparisons, not max: a workload asks it of every request before it begins.
         lacking = units
@@ -113,7 +117,7 @@ class UnitSpan(NamedTuple):
 
 
 class UnitIds:
-    """Gives every session of a cast its ids."""
+    """This class gives every session of a cast its ids."""
 
     def __init__(self, trace: Trace, parts: Sequence[PlayedSession], shape: WorkloadShape) -> None:
         self.unit_tokens = unit_tokens_of(trace, shape)
@@ -156,7 +160,7 @@ class UnitIds:
         return recorded + sum([UnitSpan.of(r, unit).fresh_at_most(r) for r in session.requests])
 
     def of_session(self, number: int, part: PlayedSession) -> SessionIds:
-        """The ids of session `number` of the cast."""
+        """Return the ids of session `number` of the cast."""
         session = self._trace.sessions[part.source]
         base = self._bases[number]
         if self._trace.ids == "session":
@@ -169,7 +173,8 @@ class UnitIds:
         return SessionIds(self._table, 0, base)
 
     def _heads_in(self, session: TraceSession) -> list[tuple[Runs, int]]:
-        """(local ids of a head, its shared base): no two begin alike, none has another's base."""
+        """Return the heads in a session as (local ids, shared base): no two begin alike, none has
+        another's base."""
         heads: list[tuple[Runs, int]] = []
         seen: set[int] = set()
         for request in session.requests:
@@ -186,7 +191,7 @@ class UnitIds:
 
 
 def _end(session: TraceSession) -> int:
-    """One more than the largest recorded id."""
+    """Return one more than the largest recorded id."""
     end = 0
     for request in session.requests:
         for first, count in request.runs:
@@ -196,7 +201,8 @@ def _end(session: TraceSession) -> int:
 
 
 def _between_sessions(trace: Trace) -> IntervalSet:
-    """The ids that at least two sessions of the trace show. Ids are chained, so they are heads."""
+    """Return the ids that at least two sessions of the trace show. Ids are chained, so they are
+    heads."""
     own = [IntervalSet() for _ in trace.sessions]
     for seen, session in zip(own, trace.sessions, strict=True):
         for request in session.requests:
@@ -205,7 +211,7 @@ def _between_sessions(trace: Trace) -> IntervalSet:
 
 
 class SessionIds:
-    """From recorded ids to the run's: all moved by `offset`."""
+    """A session's ids lead from recorded ids to the run's: all are moved by `offset`."""
 
     __slots__ = ("_offset", "fresh", "table")
 
@@ -216,14 +222,15 @@ class SessionIds:
         """The first of the ids that no recorded unit has."""
 
     def pack(self, runs: Runs, start: int, end: int) -> bytes:
-        """The ids of units `start` to `end` of a recorded prompt, as far as it has them."""
+        """Return the packed ids of units `start` to `end` of a recorded prompt, as far as it has
+        them."""
         if not start:
             return self.table.pack(runs, self._offset)[: UNIT_BYTES * end]
         return self.table.pack(window(runs, start, end), self._offset)
 
 
 class HeadedIds(SessionIds):
-    """Begins that other sessions share keep ids of their own."""
+    """With these ids the beginnings that other sessions share keep ids of their own."""
 
     __slots__ = ("_heads",)
 
@@ -243,7 +250,8 @@ class HeadedIds(SessionIds):
 
 
 class CopiedIds(SessionIds):
-    """Ids of a session drawn again: what several sessions share stays, the rest is its own."""
+    """These ids are a session's that is drawn again: what several sessions share stays, the rest is
+    its own."""
 
     __slots__ = ("_widely",)
 

@@ -1,4 +1,5 @@
-"""Seed 000 §3.8 and §3.9 on its own machine: 8 H20, every split of x P and y D workers."""
+"""These experiments run seed 000 §3.8 and §3.9 on its own machine: 8 H20, every split of x P and y
+D workers."""
 
 from __future__ import annotations
 
@@ -234,7 +235,7 @@ def _less(results: Results, claim: str, path: str, baselines: tuple[str, ...]) -
 
 
 def _interference(results: Results) -> Finding:
-    """Hypothesis B2: prefill seldom hurts decode where turns are small."""
+    """Judge hypothesis B2: prefill seldom hurts decode where turns are small."""
     own, static = (known(results[one], "decode_interference") for one in (OURS, "static_pd"))
     slower = known(results[OURS], "tpot_ms.p99") / known(results["static_pd"], "tpot_ms.p99")
     verdict = smaller(own, holds=0.1, partly=0.3) if own else Verdict.NOT_SHOWN

@@ -1,4 +1,5 @@
-"""Seed 000 §2.8 and §2.9: ways of keeping a hybrid model's state, from dense to adaptive."""
+"""These experiments set ways of keeping a hybrid model's state side by side, from dense to adaptive
+(seed 000 §2.8, §2.9)."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ UNIT_TOKENS = 64
 
 
 def dense_equivalent(spec: ModelSpec) -> ModelSpec:
-    """The same model with every layer keeping one entry for every token (PagedAttention)."""
+    """Return the same model with every layer keeping one entry for every token (PagedAttention)."""
 
     def layer(one: LayerSpec) -> LayerSpec:
         entry = Entry((Part("dense", one.dense_bytes, Precision.FP8),))
@@ -112,12 +113,13 @@ def _setup(scale: Scale, checkpoints: str | None, seed: int = 0) -> SimSetup:
 
 
 def hybrid_worker(scale: Scale, seed: int) -> SimSetup:
-    """The worker of these rows that keeps its state by expected worth."""
+    """Return the worker of these rows that keeps its state by expected worth."""
     return _setup(scale, WAYS[OURS], seed)
 
 
 def _kept(result: Result) -> dict[str, Any]:
-    """The metrics, and what the SSD wrote against the compressed state of what was computed."""
+    """Return the metrics, and what the SSD wrote against the compressed state of what was
+    computed."""
     table = result.rows.table()
     computed = int(table["computed_tokens"].sum()) + int(table["output_tokens"].sum())
     state = computed * geometry_of(pace_of(result.setup.pace)).bytes_per_token
@@ -157,7 +159,8 @@ def _jobs(scale: Scale) -> dict[str, Job]:
 
 
 def _record() -> str:
-    """The grain of what is written: without it a write amplification says nothing."""
+    """Return, in words, the grain of what is written: without it a write amplification says
+    nothing."""
     model = unit_model(geometry_of(pace_of(PACE)), UNIT_TOKENS)
     blocks = unit_settings(model).record_blocks
     return f"records of {blocks} blocks of {model.block_tokens} tokens"
@@ -188,7 +191,7 @@ COLUMNS = {
 
 
 def _of(results: Results, role: str) -> Results:
-    """The results of one trace, by plain label."""
+    """Return the results of one trace, by plain label."""
     kept = {label: results[f"{role} {label}"] for label in LABELS[role]}
     return Results(kept, results.origins, results.scale)
 
@@ -255,13 +258,16 @@ def _verdicts(results: Results) -> list[Finding]:
 
 
 def _if_short(metrics: dict[str, Any], verdict: Verdict) -> Verdict:
-    """The verdict, where a device ever ran short: else nothing could be gained."""
+    """Return the verdict where a device ever ran short, else NOT_SHOWN: nothing could be gained."""
     return verdict if known(metrics, "pressure.evictions") else Verdict.NOT_SHOWN
 
 
 def _less_memory(role: str, own: Results) -> Finding:
-    """By bytes in use, and by what the memory that is left does for first tokens: both devices
-    are full, so bytes alone would be told by how many sessions happen to be open."""
+    """Judge device memory by bytes in use, and by what the memory that is left does for first
+    tokens.
+
+    Both devices are full, so bytes alone would be told by how many sessions happen to be open.
+    """
     dense, hybrid = (known(own[label], "hbm_bytes_per_session") for label in (DENSE, DEVICE))
     failed = known(own[DENSE], "error_rate")
     sooner = known(own[DEVICE], "ttft_ms.p50") / known(own[DENSE], "ttft_ms.p50")
@@ -325,7 +331,7 @@ def _steadier(role: str, own: Results) -> Finding:
 
 
 def _adaptive(results: Results) -> Finding:
-    """Over both draws, a turn counting as one."""
+    """Judge the adaptive way over both draws, a turn counting as one."""
     ttft_ms, written = {}, {}
     for label in AGAIN:
         draws = [results[f"{RECORDED} {label}{again}"] for again in ("", " again")]

@@ -1,4 +1,5 @@
-"""Seed 000 §1.2, §2.4 and §2.9: what a session's state is made of, and how many sessions fit.
+"""This experiment shows what a session's state is made of, and how many sessions fit (seed 000
+§1.2, §2.4, §2.9).
 
 Arithmetic of kv.geometry over the shipped example configurations; nothing is simulated.
 """
@@ -53,7 +54,8 @@ SIZES_GIB = (8, 16, 32, 64, 96, 192, 384)
 
 
 def _state(trace: Trace | None) -> dict[str, Any]:
-    """Per model: bytes by component and context, sessions that fit, replay."""
+    """Return, by model, the bytes by component and context, the sessions that fit, and the
+    replay."""
     return {name: _of(Geometry.of(build_spec(read_config(find_config(name))))) for name in MODELS}
 
 
@@ -135,7 +137,7 @@ def _figures(results: Results) -> list[Drawing]:
 
 
 def _positive(counts: list[int]) -> list[float]:
-    """For a logarithmic axis: no point where not one session fits."""
+    """Return the counts for a logarithmic axis: no point where not one session fits."""
     return [float(count) if count else float("nan") for count in counts]
 
 

@@ -1,4 +1,5 @@
-"""Seed 000 §3.6.4's other classes of turns: forked rollouts, long documents, cold resume."""
+"""These experiments run seed 000 §3.6.4's other classes of turns: forked rollouts, long documents,
+cold resume."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def _longdoc_figures(results: Results) -> list[Drawing]:
 
 
 def _against(results: Results, path: str, beats: Callable[[float, float], bool]) -> Judged:
-    """OwnerServe against every other policy. Not shown where nothing was shared by anybody."""
+    """Judge OwnerServe against every other policy; not shown where nothing was shared by
+    anybody."""
     own = known(results[OURS], path)
     others = {policy: known(results[policy], path) for policy in PLACED if policy != OURS}
     won = sum(beats(own, other) for other in others.values())
@@ -160,7 +162,7 @@ RESUMES = ("no tier", "disk")
 
 
 def _resumed(result: Result) -> dict[str, Any]:
-    """The metrics, and the first tokens of turns that come back to a conversation."""
+    """Return the metrics, and the first tokens of turns that come back to a conversation."""
     table = result.rows.table()
     later = table[table["position"] > 0]
     ttft_ms = (later["first_token_s"] - later["arrived_s"]) * 1e3

@@ -1,1 +1,1 @@
-"""Experiments on seed 001's claims."""
+"""This package has the experiments on seed 001's claims."""

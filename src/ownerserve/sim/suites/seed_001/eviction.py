@@ -1,4 +1,5 @@
-"""Seed 001 §5.3: eviction by block against a session's slot as a whole, on one worker."""
+"""This experiment sets eviction by block against a session's slot as a whole, on one worker (seed
+001 §5.3)."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def _jobs(scale: Scale) -> dict[str, Job]:
 
 
 class _Row:
-    """Seed 001's rows of one order on one trace."""
+    """The row has seed 001's numbers of one order on one trace."""
 
     def __init__(self, results: Results, load: str, order: str) -> None:
         metrics = results[f"{load} {order}"]
@@ -146,8 +147,10 @@ def _figures(results: Results) -> list[Drawing]:
 
 
 def _verdicts(results: Results) -> list[Finding]:
-    """One finding a claim, over all loads: it holds, or does not, where it does on each. A load
-    under which nothing was ever evicted or refused shows nothing."""
+    """Return one finding a claim, over all loads: it holds, or does not, where it does on each.
+
+    A load under which nothing was ever evicted or refused shows nothing.
+    """
     by_claim: dict[str, list[Finding]] = {}
     for load in LOADS:
         rows = {order: _Row(results, load, order) for order in ORDERS}

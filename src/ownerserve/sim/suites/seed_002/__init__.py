@@ -1,1 +1,1 @@
-"""Experiments on seed 002's claims."""
+"""This package has the experiments on seed 002's claims."""

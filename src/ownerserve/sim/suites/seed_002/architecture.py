@@ -1,4 +1,4 @@
-"""Seed 002, figure 5: the architecture, drawn."""
+"""This experiment draws the architecture (seed 002, figure 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seed 002, figure 4: three kinds of baseline, three ways to fail (§3)."""
+"""This experiment shows three kinds of baseline and three ways to fail (seed 002 §3, figure 4)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def _verdicts(results: Results) -> list[Finding]:
 
 
 def _hot_pins(results: Results, index: Mapping[str, float | None]) -> Finding:
-    """By queues; by what workers compute in a range. Without a queue there is nothing to say."""
+    """Judge hot pins by queues, and in a range by what workers compute. Without a queue nothing is
+    shown."""
     sticky, lmetric = index["sticky"], index["lmetric"]
     hot = {name: at(results[name], "hotspot_index") for name in ("sticky", "lmetric", "ear")}
     claim = "Sticky makes hot pins: interference index twice LMetric's"

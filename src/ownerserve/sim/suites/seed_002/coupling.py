@@ -1,4 +1,5 @@
-"""Seed 002, figures 1 and 8: sessions that arrive by themselves, and what a slow turn does then.
+"""This experiment lets sessions arrive by themselves and shows what a slow turn does then (seed
+002, figures 1 and 8).
 
 The seed's law is for sessions that arrive at a rate Lambda whatever happens: L is what follows. So
 these runs have Poisson arrivals and no cap. W0 is a turn's mean time on a fleet where nobody waits
@@ -48,7 +49,7 @@ KINDS = ((0.0, "coupled", "no tool time"), (1.0, "tools", "tools as recorded"))
 
 
 def course(result: Result) -> dict[str, Any]:
-    """The terms of the law, and how long all of it took."""
+    """Return the terms of the law, and how long all of it took."""
     return {
         "makespan_s": result.metrics["makespan_s"],
         "e2e_s": result.metrics["e2e_s"],
@@ -92,7 +93,7 @@ def _jobs(scale: Scale) -> dict[str, Job]:
 
 
 def _points(results: Results, tools: float) -> dict[str, CoupledPoint]:
-    """Runs whose gain is below 1, so that the law has something to say."""
+    """Return the runs whose gain is below 1, so that the law has something to say."""
     found = {}
     for rate in _rates(results.scale):
         alone_s = results[run_label("alone", rate, tools)]["turn_s"]
@@ -106,7 +107,7 @@ def _points(results: Results, tools: float) -> dict[str, CoupledPoint]:
 
 
 def _factors(results: Results, tools: float) -> dict[str, float]:
-    """Wall clock over that of the same sessions by themselves, at the highest rate."""
+    """Return the wall clock over that of the same sessions by themselves, at the highest rate."""
     rate = _rates(results.scale)[-1]
     alone = results[run_label("alone", rate, tools)]["makespan_s"]
     return {

@@ -1,4 +1,5 @@
-"""Seed 002, figures 4 and 6: every policy on equal hardware and equal turns."""
+"""This experiment runs every policy on equal hardware and equal turns (seed 002, figures 4 and
+6)."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def _best(results: Results, policies: tuple[str, ...], path: str) -> tuple[str, 
 
 
 def _dominates(results: Results) -> list[Finding]:
-    """C3: better than five baselines in five dimensions; and the same against the stronger ones."""
+    """Judge C3: better than five baselines in five dimensions; and the same against the stronger
+    ones."""
     paths = {
         "TTFT p90": ("ttft_ms.p90", 1),
         "TPOT p90": ("tpot_ms.p90", 1),

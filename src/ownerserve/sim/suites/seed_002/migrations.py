@@ -1,4 +1,5 @@
-"""Seed 002, figure 10: the load of every worker over time, and the moves across it."""
+"""This experiment shows the load of every worker over time, and the moves across it (seed 002,
+figure 10)."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ ARROWS = 24
 
 
 def with_heat(result: Result) -> dict[str, Any]:
-    """The metrics of migrations, and the heat map while many sessions are open: until half of the
-    turns are done, with ARROWS moves evenly among those of that time."""
+    """Return the metrics of migrations, and the heat map while many sessions are open.
+
+    The map goes until half of the turns are done, with ARROWS moves evenly among those of that
+    time.
+    """
     heat: dict[str, Any] = {**fleet_load.heat_map(result.samples, result.counters)}
     until_s = float(np.median(result.rows.table()["done_s"]))
     times = [time_s for time_s in heat["times_s"] if time_s <= until_s]
@@ -73,7 +77,7 @@ def _verdicts(results: Results) -> list[Finding]:
 
 
 def _told(results: Results, name: str) -> dict[str, float]:
-    """A metric of the policies under which something moved."""
+    """Return a metric of the policies under which something moved."""
     values = {policy: at(results[policy], f"migrations.{name}") for policy in POLICIES[1:]}
     return {policy: value for policy, value in values.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""Seed 002, figure 7: affinity and migration, each switched off."""
+"""This experiment switches off affinity and migration, each alone (seed 002, figure 7)."""
 
 from __future__ import annotations
 

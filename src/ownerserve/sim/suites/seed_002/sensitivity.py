@@ -1,4 +1,5 @@
-"""Seed 002, figure 9: which settings and workloads change the order of the policies (§5.5)."""
+"""This experiment asks which settings and workloads change the order of the policies (seed 002
+§5.5, figure 9)."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ LEVEL = 0.02
 
 
 class Varied(msgspec.Struct, frozen=True):
-    """One setting: its values, the fields of `agents` that each means, and who is run."""
+    """A varied setting has its values, the fields of `agents` that each means, and who is run."""
 
     title: str
     x_label: str
@@ -139,7 +140,7 @@ def _tables(results: Results) -> list[ResultTable]:
 
 
 def _gap(results: Results, name: str, value: float) -> float:
-    """Sticky's turn p95 over EAR's."""
+    """Return Sticky's turn p95 over EAR's."""
     upper, lower = (
         known(results[_label(name, value, policy)], P95) for policy in ("sticky", "ear")
     )
@@ -190,7 +191,7 @@ def _verdicts(results: Results) -> list[Finding]:
 
 
 def _hot(results: Results, factors: Sequence[float]) -> Finding:
-    """Each end of the range must be worse than the best between them."""
+    """Judge that each end of T_hot's range is worse than the best between them."""
     p95 = [y or 0.0 for y in _course(results, "t_hot", "ear", P95)]
     least = min(p95)
     best = factors[p95.index(least)]

@@ -1,4 +1,5 @@
-"""Seed 002, figures 2 and 3: what the traces themselves say, and whether turns are coupled."""
+"""This experiment shows what the traces themselves say, and whether turns are coupled (seed 002,
+figures 2 and 3)."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ SEED_TOP1, SEED_RATIO, SEED_ANY, SEED_INTRA = 0.465, 75.0, 0.803, 0.796
 
 
 def statistics(trace: Trace | None) -> dict[str, Any]:
-    """The quantities of §2.1-2.2 of one trace."""
+    """Return the quantities of §2.1-2.2 of one trace."""
     assert trace is not None
     told = measure(trace)
     ideal, split, tool = told.ideal_cached_token_share, told.reuse_split, told.think_s_after
@@ -60,12 +61,13 @@ def _statistics(scale: Scale) -> dict[str, Job]:
 
 
 def _large(results: Results) -> list[str]:
-    """Traces of which 1 % of the sessions is at least one."""
+    """Return the traces of which 1 % of the sessions is at least one; all where none is so
+    large."""
     return [role for role in ROLES if len(results[role]["inputs"]) >= 100] or list(ROLES)
 
 
 def _told(results: Results, key: str) -> str:
-    """One quantity of all traces, for a verdict."""
+    """Return one quantity of all traces in words, for a verdict."""
     told = ((role, results[role][key]) for role in ROLES)
     return ", ".join(f"{value:.3g} ({role})" for role, value in told if value is not None)
 
@@ -152,7 +154,8 @@ TURNS_SHOWN = 6
 
 
 def first_turns(result: Result) -> dict[str, list[list[float]]]:
-    """(arrival, end) of the first turns of the sessions for which those take a middling time."""
+    """Return (arrival, end) of the first turns of the sessions for which those take a middling
+    time."""
     table = result.rows.table()
     found: dict[str, list[list[float]]] = {}
     for session in np.unique(table["session"]):

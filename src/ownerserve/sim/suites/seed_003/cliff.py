@@ -1,4 +1,5 @@
-"""Seed 003: its settings v2 to v5 as policies, and the cliff of device memory behind them.
+"""These experiments run seed 003's settings v2 to v5 as policies, and the cliff of device memory
+behind them.
 
 What is not simulated: v2's aborts (two counters that name different workers for one request: here
 one decision carries one worker) and what truncates about 1 % of answers in every setting.
@@ -65,7 +66,8 @@ VERSIONS = ("v2", "v3", "v4", "v5")
 
 
 def _setup(policy: str, scale: Scale, *, prefill: int = 0, sessions: int = ALL) -> SimSetup:
-    """`sessions` fewer than all begin together; all of them take turns on LANES."""
+    """Return the setup of a policy: `sessions` fewer than all begin together; all of them take
+    turns on LANES."""
     mode = Closed() if sessions < ALL else Capped(scale.of(LANES, 6))
     return SimSetup(
         policy=policy,
@@ -79,7 +81,7 @@ def _setup(policy: str, scale: Scale, *, prefill: int = 0, sessions: int = ALL) 
 
 
 def measured(result: Result) -> dict[str, Any]:
-    """The metrics, and how the fast path is spread over sessions."""
+    """Return the metrics, and how the fast path is spread over sessions."""
     table = result.rows.table()
     later = table[table["position"] > 0]
     fast = (later["mode"] == FAST) & (later["prefill_worker"] == NO_WORKER)
@@ -102,7 +104,7 @@ def measured(result: Result) -> dict[str, Any]:
 def _slots(
     setup: SimSetup, slots: int | None, backup: Backup, in_flight: int, trace: Trace | None
 ) -> dict[str, Any]:
-    """A fleet whose sessions are slots on D workers."""
+    """Run a fleet whose sessions are slots on D workers."""
     assert trace is not None
 
     def router(settings: Settings) -> SlotRouter:
@@ -206,7 +208,7 @@ def _version_verdicts(results: Results) -> list[Finding]:
 
 
 def _pairs(results: Results, path: str, before: str, after: str) -> tuple[list[Pair], str]:
-    """For both splits: `path` before and after, and the numbers in words."""
+    """Return the metric at `path` before and after for both splits, and the numbers in words."""
     pairs, told = [], []
     for prefill in SPLITS:
         one = known(results[_name(before, prefill)], path)
@@ -277,7 +279,8 @@ def _higher_cap(results: Results) -> list[Finding]:
 
 
 def _honest(results: Results) -> list[Finding]:
-    """Errors can only vanish where there were some, and a path only shrink where there was one."""
+    """Judge v5 against v4: errors can only vanish where there were some, and a path only shrink
+    where there was one."""
     wrong, errors = _pairs(results, "error_rate", "v4", "v5")
     fast, told = _pairs(results, "fast_share", "v4", "v5")
     return [
