@@ -8,8 +8,9 @@ import json
 import pytest
 
 from ownerserve.gateway import service
+from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.router.admission import SeatSettings
-from ownerserve.router.messages import Down, WorkerDown, WorkerUp
+from ownerserve.router.messages import Dispatch, Down, Refuse, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
 from tests.support.gateway.world import Play, World
 
@@ -137,6 +138,41 @@ def test_who_hangs_up_while_waiting_is_forgotten(play: Play) -> None:
         await waiting(world, 0)
         assert len(world.engines[0].seen) == 1
         assert world.gateway.state.account.received == 1
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "is alone"])
+def test_a_fault_in_a_decision_ends_that_request_and_no_other(
+    play: Play, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for a seat is decided on in the midst of another's end, which must go on."""
+
+    async def scenario(world: World) -> None:
+        small(world)
+        gateway = world.gateway
+        decide = gateway.turns.decide
+
+        def broken(asked: IdentifiedRequest, *, request_id: bytes) -> Dispatch | Refuse:
+            if len(asked.fields.body) == len(OTHER) + 1:
+                raise KeyError("a fault of ours")
+            return decide(asked, request_id=request_id)
+
+        monkeypatch.setattr(gateway.turns, "decide", broken)
+        first, second = await world.client(), await world.client()
+        if waits:
+            assert (await first.post(CHAT, ONE, x__session__id="a")).status == 200
+        answer = asyncio.ensure_future(second.post(CHAT, OTHER + b" ", x__session__id="b"))
+        if waits:
+            await waiting(world, 1)
+            final = {"x__session__id": "a", "x__ownerserve__session__final": "1"}
+            assert (await first.post(CHAT, ONE, **final)).status == 200
+        async with asyncio.timeout(3):
+            told = await answer
+            assert (told.status, json.loads(told.body)["error"]["code"]) == (500, "gateway_fault")
+            assert (await first.post(CHAT, ONE, x__session__id="c")).status == 200
+            assert (await second.post(CHAT, ONE, x__session__id="c")).status == 200
+        gateway.turns.admission.admission.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
 

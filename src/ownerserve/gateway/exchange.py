@@ -147,8 +147,13 @@ class Exchange:
         self.enter(asked)
 
     def _decide(self, asked: IdentifiedRequest) -> None:
+        """Decide, and send. For a turn that waited this is called in the midst of another
+        request's end: a fault ends this request and no other."""
         self.phase = Deciding(self, asked)
-        self.follow(asked, Manner.ASKING, self.turns.decide(asked, request_id=self.request_id))
+        try:
+            self.follow(asked, Manner.ASKING, self.turns.decide(asked, request_id=self.request_id))
+        except Exception as error:  # noqa: BLE001 - a request's root: it is logged there
+            self._failed(error)
 
     def _refuse(self, asked: IdentifiedRequest, told: Rejected) -> None:
         self.phase = OVER
@@ -198,8 +203,11 @@ class Exchange:
         if task.cancelled() and not self.phase.is_waiting_for(task):
             return  # by `abort`
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if error is None:
-            return
+        if error is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        """End the request after a fault, not in silence."""
         log.error("request %s: a fault of the gateway's", self.request_id.decode(), exc_info=error)
         if self.phase is OVER:  # nobody can say how much of an answer is written
             self.client.close()
