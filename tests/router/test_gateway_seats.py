@@ -69,6 +69,29 @@ def test_nobody_waits_beyond_the_patience(play: Play, monkeypatch: pytest.Monkey
     play(scenario, engines=1, seats=patient, health_interval_s=60.0)
 
 
+def test_a_fault_in_one_look_at_who_waits_is_not_the_last_look(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "SWEEP_INTERVAL_S", 0.05)
+
+    async def scenario(world: World) -> None:
+        admission = world.gateway.turns.admission
+        look, looks = admission.look, list[float]()
+
+        def faulty(now_s: float) -> None:
+            looks.append(now_s)
+            if len(looks) == 1:
+                raise KeyError("a fault of ours")
+            look(now_s)
+
+        monkeypatch.setattr(admission, "look", faulty)
+        async with asyncio.timeout(3):
+            while len(looks) < 2:
+                await asyncio.sleep(0.001)
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
 def test_small_sessions_enter_a_small_worker_that_states_its_memory(play: Play) -> None:
     """Priced like an H200's tokens, a worker of 64 MiB had no room for a second of ten tokens."""
     state = {

@@ -114,3 +114,31 @@ def test_one_that_fails_now_is_asked_again_and_nothing_is_forgotten() -> None:
         assert rig.reader.counts["failed"] == 3
 
     rig.play(scenario)
+
+
+def test_news_that_could_not_be_taken_in_ends_a_reading_and_not_the_reader() -> None:
+    rig = Rig()
+
+    async def scenario() -> None:
+        rig.says = [ONE, (200, msgspec.json.encode(Page(7, 0, 0, 2, (Has(2, "t", "disk", 32),))))]
+        taken: list[News] = []
+
+        def tell(news: News) -> None:
+            taken.append(news)
+            if len(taken) == 1:
+                raise KeyError("a fault of ours")
+
+        reader = InventoryReader(
+            rig.address, Config(workers=(rig.address,)), access=open_access(None, None),
+            fleet=rig.fleet, tell=tell,
+        )  # fmt: skip
+        reading = asyncio.create_task(reader.run())
+        for count in (1, 2):
+            reader.call()
+            async with asyncio.timeout(3):
+                while len(taken) < count:
+                    await asyncio.sleep(0.001)
+        reading.cancel()
+        assert reader.counts["failed"] == 1
+
+    rig.play(scenario)

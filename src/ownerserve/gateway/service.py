@@ -209,6 +209,9 @@ class Gateway:
         while True:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             now = self.now()
-            for client in list(self.clients):
-                client.expire(now)
-            self.turns.admission.look(now)
+            try:
+                for client in list(self.clients):
+                    client.expire(now)
+                self.turns.admission.look(now)
+            except Exception:  # a task's root: else nobody's time would ever be over
+                log.exception("a look at who waits, and for whom we wait, ended in a fault")

@@ -76,6 +76,9 @@ class InventoryReader:
                         return
         except OSError as error:  # TimeoutError too
             self._failed(f"{type(error).__name__}: {error}")
+        except Exception:  # a task's root: a worker that nobody reads would seem to hold all it had
+            self.counts["failed"] += 1
+            log.exception("worker %s: its inventory could not be taken in", self._address.worker)
 
     async def _read_page(self, worker: Worker) -> bool:
         """Ask for one page and tell its news; return whether there is more to be asked for."""
