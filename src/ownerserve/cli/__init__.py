@@ -1,1 +1,1 @@
-"""The ownerserve command: wiring only."""
+"""This package is the ownerserve command: wiring only."""

@@ -1,4 +1,4 @@
-"""How a foreign error is told to who typed the command: one line, with the mend.
+"""This module tells a foreign error to who typed the command: one line, with the mend.
 
 Errors of ours say it themselves (kv/errors.py). What is left over is a defect of ours and keeps
 its traceback.
@@ -53,7 +53,7 @@ TRACE_MEND = "OWNERSERVE_LOG=debug shows where it came from"
 
 
 def told(error: BaseException) -> str | None:
-    """`error` in one line for the user; None for a defect of ours."""
+    """Return `error` in one line for the user; None for a defect of ours."""
     if isinstance(error, InvariantViolated):
         return None
     if isinstance(error, OwnerServeError):
@@ -76,7 +76,7 @@ def _line(text: str) -> str:
 
 
 def _missing(error: ImportError) -> str | None:
-    """The package that an import lacks; None when the package is ours."""
+    """Return the line on the package that an import lacks; None when the package is ours."""
     package = (error.name or "").partition(".")[0]
     if not package or package == "ownerserve":
         return None
@@ -87,7 +87,7 @@ def _missing(error: ImportError) -> str | None:
 
 
 def _system(error: OSError) -> str:
-    """What the operating system refused, and about which file or address."""
+    """Return what the operating system refused, and about which file or address."""
     problem = error.strerror or str(error) or type(error).__name__
     if isinstance(error, socket.gaierror):
         return f"address: {problem}; check the host's name"

@@ -1,4 +1,4 @@
-"""`ownerserve gateway`: wiring of the router's runtime."""
+"""`ownerserve gateway` wires the router's runtime."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
 
 def _policies() -> str:
-    """A line for each policy: the first of its module; and what it needs of its workers."""
+    """Return a line for each policy, the first of its module, with what it needs of its workers."""
     lines = []
     for name in ROUTING_POLICIES:
         policy = make_policy(name)
@@ -184,7 +184,8 @@ def command(
 
 
 def _speed(token_ms: float) -> Speed:
-    """A worker whose prefill takes so long, and all else of it in proportion."""
+    """Return the speed of a worker whose prefill takes so many ms a token, and all else in
+    proportion."""
     prefill = DEFAULT_SPEED.prefill
     return replace(DEFAULT_SPEED, prefill=prefill.scaled(token_ms / prefill.b_ms))
 

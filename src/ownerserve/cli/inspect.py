@@ -1,4 +1,4 @@
-"""`ownerserve inspect`: what state a model keeps and what it costs."""
+"""`ownerserve inspect` shows what state a model keeps and what it costs."""
 
 from __future__ import annotations
 

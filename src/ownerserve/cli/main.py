@@ -39,7 +39,8 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands live in modules named in COMMANDS."""
+    """The group's commands live in modules named in COMMANDS, each imported when it is asked
+    for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -92,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _one_line(error: click.ClickException) -> str:
-    """What click found wrong, and for the use of a command where that is taught."""
+    """Return what click found wrong, and for the use of a command where that is taught."""
     line = " ".join(error.format_message().split()).rstrip(".")
     if isinstance(error, click.UsageError) and error.ctx is not None:
         return f"{line}; see `{error.ctx.command_path} --help`"

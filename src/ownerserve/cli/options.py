@@ -1,4 +1,5 @@
-"""Kinds of option values that several commands take; a wrong one is refused before any work."""
+"""This module has the kinds of option values that several commands take; a wrong one is refused
+before any work."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ PORT = click.IntRange(0, 65535)
 
 
 class Finite(click.FloatRange):
-    """A number in a range; neither nan nor infinite, which compare with no limit as one expects."""
+    """This kind takes a number in a range; neither nan nor infinite, which compare with no limit as
+    one expects."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -30,7 +32,8 @@ class Finite(click.FloatRange):
 
 
 class Count(click.types.StringParamType):
-    """Parameters of a model, as 3.3B, 700M or a plain number; a float to the command."""
+    """This kind takes parameters of a model, as 3.3B, 700M or a plain number; a float to the
+    command."""
 
     name = "count"
     _FACTORS: ClassVar = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -49,7 +52,7 @@ class Count(click.types.StringParamType):
 
 
 def check_host(host: str) -> None:
-    """Raises InvalidInput when `host` is no address to listen on."""
+    """Raise InvalidInput when `host` is no address to listen on."""
     try:
         if not host:
             raise OSError("no name")
@@ -70,7 +73,7 @@ curve_key_option = click.option(
 
 
 def fleet_key(path: Path | None) -> FleetKey | None:
-    """The keys of `curve_key_option`. Raises InvalidInput."""
+    """Read the keys of `curve_key_option`. Raises InvalidInput."""
     if path is None:
         return None
     from ownerserve.kv.wire.curve import read_fleet_key

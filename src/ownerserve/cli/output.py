@@ -1,4 +1,4 @@
-"""How every command prints: a table for people, one JSON object for programs.
+"""This module prints for every command: a table for people, one JSON object for programs.
 
 `--json PATH` writes the object beside the table, `--json -` prints it alone on stdout.
 """
@@ -21,7 +21,8 @@ JSON_HELP = "Also write the result as one JSON object to PATH; '-' prints only t
 
 
 class OutputFile(click.Path):
-    """A file that a command writes at its end: refused before any work when it can't be written."""
+    """This kind takes a file that a command writes at its end: refused before any work when it
+    can't be written."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
@@ -33,15 +34,17 @@ class OutputFile(click.Path):
 
 
 class JsonTarget(OutputFile):
-    """Where `--json` writes, as text: a file, or "-" for stdout."""
+    """This kind takes where `--json` writes, as text: a file, or "-" for stdout."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if value == "-" else str(super().convert(value, param, ctx))
 
 
 class OutputFolder(click.Path):
-    """A folder that a command fills, made when it is missing: refused before any work when it
-    can't be."""
+    """This kind takes a folder that a command fills, made when it is missing.
+
+    It is refused before any work when it can't be.
+    """
 
     def __init__(self) -> None:
         super().__init__(file_okay=False, path_type=Path)
@@ -53,7 +56,7 @@ class OutputFolder(click.Path):
 
 
 def _unwritable_file(name: str) -> str | None:
-    """What is wrong with writing a file of this name, and the mend."""
+    """Return what is wrong with writing a file of this name, and the mend; None when nothing is."""
     path = Path(name)
     try:
         if not name or path.is_dir():
@@ -70,7 +73,8 @@ def _unwritable_file(name: str) -> str | None:
 
 
 def _unwritable_folder(name: str) -> str | None:
-    """What is wrong with making files in a folder of this name, and the mend."""
+    """Return what is wrong with making files in a folder of this name, and the mend; None when
+    nothing is."""
     path = Path(name)
     try:
         if not name:
@@ -89,14 +93,14 @@ def _may(path: Path, mode: int) -> bool:
 
 
 def json_option(command: F) -> F:
-    """The `--json PATH|-` option, as parameter `json_target`."""
+    """Add the `--json PATH|-` option, as parameter `json_target`."""
     return click.option(
         "--json", "json_target", metavar="PATH|-", type=JsonTarget(), help=JSON_HELP
     )(command)
 
 
 def console_for(json_target: str | None) -> Console:
-    """Where tables go: stdout, or stderr when stdout is taken by `--json -`."""
+    """Return where tables go: stdout, or stderr when stdout is taken by `--json -`."""
     return Console(stderr=json_target == "-")
 
 

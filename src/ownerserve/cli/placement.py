@@ -1,4 +1,5 @@
-"""`ownerserve plan placement`: what each worker would cost a turn, and what a policy decides."""
+"""`ownerserve plan placement` shows what each worker would cost a turn, and what a policy
+decides."""
 
 from __future__ import annotations
 
@@ -106,7 +107,7 @@ def placement(config: str, json_target: str | None, **options: Any) -> None:
 
 
 def speed_of(config: str, text: dict[str, str | None]) -> tuple[Speed, str, str]:
-    """A worker's speed, where it comes from, and the model's name."""
+    """Return a worker's speed, where it comes from, and the model's name."""
     path = find_config(config)
     loaded = read_config(path)
     spec = build_spec(loaded, None)
@@ -134,7 +135,7 @@ def speed_of(config: str, text: dict[str, str | None]) -> tuple[Speed, str, str]
 def _scene(
     workers: tuple[str, ...], text: dict[str, str | None], *, speed: Speed, settings: Settings
 ) -> tuple[Fleet, RoutingRequest]:
-    """The fleet as described, and the turn."""
+    """Make the fleet as described, and the turn."""
     fleet, copies, owner = Fleet(), [], None
     for number, words in enumerate(workers):
         said = _words(words)
@@ -187,7 +188,7 @@ def _worker(fleet: Fleet, name: str, said: dict[str, str], *, speed: Speed) -> W
 
 
 def _words(text: str) -> dict[str, str]:
-    """`owner holds=110K` as {"owner": "", "holds": "110K"}."""
+    """Read `owner holds=110K` as {"owner": "", "holds": "110K"}."""
     known = ("owner", "holds", "pending", "batch", "free", "memory", "role")
     said = {}
     for word in text.split():
@@ -212,7 +213,7 @@ def _one_of(kind: type[Any], value: str) -> Any:
 
 
 def _row(way: Option | Decision) -> dict[str, Any]:
-    """A way as JSON, without its terms."""
+    """Return a way as JSON values, without its terms."""
     source = way.source
     return {
         "worker": way.worker.id,
@@ -225,7 +226,7 @@ def _row(way: Option | Decision) -> dict[str, Any]:
 
 
 def _show(ranked: list[Option], decision: Decision, console: Console, *, title: str) -> None:
-    """The table for people: all ways, cheapest first, what is taken in bold."""
+    """Print the table for people: all ways, cheapest first, what is taken in bold."""
     terms = [name for name in TERMS if any(option.terms()[name] >= 0.05 for option in ranked)]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("way")

@@ -1,4 +1,4 @@
-"""`ownerserve plan`: price a restore (or a placement, placement.py) and explain it."""
+"""`ownerserve plan` prices a restore (or a placement, placement.py) and explains it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIERS = [tier.value for tier in Tier]
 
 
 class _RestoreByDefault(click.Group):
-    """`plan CONFIG` is `plan restore CONFIG`."""
+    """This group takes `plan CONFIG` for `plan restore CONFIG`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, *ctx.help_option_names):
@@ -139,7 +139,8 @@ def _query(text: Mapping[str, str | None], geometry: Geometry) -> RestoreQuery:
 
 
 def _show(explanation: Explanation, console: Console, *, title: str) -> None:
-    """The table for people: cheapest first, one of each kind before others of the same kind."""
+    """Print the table for people: cheapest first, one of each kind before others of the same
+    kind."""
     rows = [explain.row_of(way) for way in explain.notable(explanation)]
     shown = [i for i, name in enumerate(explain.COLUMNS) if any(row.ms[i] for row in rows)]
     table = Table(

@@ -1,4 +1,5 @@
-"""What the `plan` commands share: whose costs to price with, and how counts are written."""
+"""This module has what the `plan` commands share: whose costs to price with, and how counts are
+written."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ GPU_NAMES = ", ".join(gpu.name for gpu in GPUS.values())
 
 
 def costs_of(text: Mapping[str, str | None], shape: Shape) -> CostModel:
-    """Measured costs when a file was named, a GPU's defaults otherwise."""
+    """Return measured costs when a file was named, a GPU's defaults otherwise."""
     if (measured := text["costs"]) is not None:
         return CostModel.restore(Path(measured).read_bytes())
     gpu = find_gpu(str(text["gpu"]))
@@ -22,7 +23,7 @@ def costs_of(text: Mapping[str, str | None], shape: Shape) -> CostModel:
 
 
 def tokens_of(text: Mapping[str, str | None], name: str, *, least: int = 1) -> int:
-    """Tokens as `64K` (binary) or `65536`."""
+    """Read tokens as `64K` (binary) or `65536`. Raises InvalidInput below `least`."""
     flag = "--new" if name == "new_tokens" else f"--{name.replace('_', '-')}"
     count = parse_bytes(str(text[name]), field=flag)
     if count < least:
@@ -31,5 +32,5 @@ def tokens_of(text: Mapping[str, str | None], name: str, *, least: int = 1) -> i
 
 
 def number_of(text: str | None) -> float | None:
-    """A number that click has checked."""
+    """Return a number that click has checked."""
     return None if text is None else float(text)

@@ -1,4 +1,4 @@
-"""`ownerserve store`: look into a store on disk, check it, clean it, empty it, measure it."""
+"""`ownerserve store` looks into a store on disk, checks it, cleans it, empties it, measures it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ownerserve trace`: wiring of readers, statistics and generators."""
+"""`ownerserve trace` wires readers, statistics and generators."""
 
 from __future__ import annotations
 
@@ -252,7 +252,8 @@ def generate_command(
 
 @contextmanager
 def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar that is gone when the work is done; nothing when no terminal looks on."""
+    """Yield a bar that is gone when the work is done; it shows nothing when no terminal looks
+    on."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

@@ -1,4 +1,4 @@
-"""`ownerserve worker`: the reference engine as an OpenAI-compatible server."""
+"""`ownerserve worker` runs the reference engine as an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -267,8 +267,11 @@ def _serve(
 
 
 def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
-    """What can be known to be wrong before a port is taken or anything is loaded raises
-    InvalidInput. Returns the sizes in bytes."""
+    """Check what can be known to be wrong before a port is taken or anything is loaded, and return
+    the sizes in bytes.
+
+    Raises InvalidInput.
+    """
     host = str(flags["host"])
     check_host(host)
     if not (flags["allow_remote"] or is_loopback(host)):

@@ -1,1 +1,1 @@
-"""Metrics to tables, plots and pages."""
+"""This package makes tables, plots and pages of metrics."""

@@ -1,4 +1,5 @@
-"""What one policy did on the demo's workload, and the table that sets policies side by side."""
+"""This module says what one policy did on the demo's workload, and makes the table that sets
+policies side by side."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from ownerserve.kv.units import format_bytes
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Mean and percentiles of one quantity."""
+    """A spread is the mean and percentiles of one quantity."""
 
     mean: float
     p50: float
@@ -21,21 +22,22 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Mean, p50, p90 and p95 of `values`; zeros when empty."""
+    """Return mean, p50, p90 and p95 of `values`; zeros when empty."""
     if not values:
         return Spread(0.0, 0.0, 0.0, 0.0)
     return Spread(float(np.mean(values)), *(float(np.percentile(values, q)) for q in (50, 90, 95)))
 
 
 class PoolUse(msgspec.Struct, frozen=True):
-    """A worker's pool by component: its slots, the free ones, and the bytes of one slot."""
+    """A pool's use has, by component, a worker's slots, the free ones, and the bytes of one
+    slot."""
 
     slots: dict[str, int]
     free_slots: dict[str, int]
     slot_bytes: dict[str, int]
 
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes in use by component."""
+        """Return the bytes in use by component."""
         return {
             name: (self.slots[name] - self.free_slots[name]) * size
             for name, size in self.slot_bytes.items()
@@ -43,8 +45,11 @@ class PoolUse(msgspec.Struct, frozen=True):
 
 
 class PressureTotals(msgspec.Struct):
-    """What memory pressure did on all workers: the sums of the caches' counters, and what was
-    copied to their stores. Blocks and boundaries are counted by component."""
+    """The totals say what memory pressure did on all workers.
+
+    They are the sums of the caches' counters, and what was copied to their stores. Blocks and
+    boundaries are counted by component.
+    """
 
     evictions: int = 0
     evicted_tokens: int = 0
@@ -57,7 +62,7 @@ class PressureTotals(msgspec.Struct):
     spilled_slots: dict[str, int] = {}
 
     def add(self, other: PressureTotals) -> None:
-        """Both together."""
+        """Add the counts of `other` to these, in place."""
         for name in self.__struct_fields__:
             mine, theirs = getattr(self, name), getattr(other, name)
             if isinstance(mine, dict):
@@ -68,17 +73,19 @@ class PressureTotals(msgspec.Struct):
 
     @property
     def evicted_slots(self) -> dict[str, int]:
-        """Blocks and boundaries evicted, by component."""
+        """The blocks and boundaries evicted, by component."""
         return self.evicted_blocks | self.evicted_points
 
     @property
     def beyond_need_tokens(self) -> float:
-        """Tokens freed beyond what was asked for, a mean per eviction."""
+        """The tokens freed beyond what was asked for, a mean per eviction."""
         return (self.evicted_tokens - self.wanted_tokens) / max(self.evictions, 1)
 
 
 class PolicyResult(msgspec.Struct, frozen=True):
-    """One policy's run. `modes`: execution mode -> turns. `e2e_s`: per session, gaps included.
+    """A policy's result is what one run of the demo measured.
+
+    `modes`: execution mode -> turns. `e2e_s`: per session, gaps included.
 
     `tpot_ms`: per turn, the time of each output token after the first. `hotspot_index`: prompt
     tokens computed by the busiest worker over the mean of all (1 = even). `wall_clock_factor`: how
@@ -111,12 +118,13 @@ class PolicyResult(msgspec.Struct, frozen=True):
 
     @property
     def heat_moves(self) -> int:
-        """Turns that the gateway sent away from a hot worker."""
+        """How many turns the gateway sent away from a hot worker."""
         return self.reasons.get("hot_owner", 0)
 
 
 def heat_line(name: str, result: PolicyResult) -> str:
-    """How many turns left a hot worker under the policy `name`; why none did, by its decisions."""
+    """Say how many turns left a hot worker under the policy `name`, or why none did, by its
+    decisions."""
     moves = result.heat_moves
     if moves:
         return f"{name}: {moves} turn{'s' * (moves > 1)} left a hot worker"
@@ -138,7 +146,7 @@ def heat_line(name: str, result: PolicyResult) -> str:
 
 
 def summary_table(results: Mapping[str, PolicyResult]) -> Table:
-    """Seed 002's columns, a row for each policy."""
+    """Make the table with seed 002's columns, a row for each policy."""
     table = Table(title="One workload, each policy on fresh workers", title_justify="left")
     table.add_column("policy", no_wrap=True)
     for heading in ("TTFT ms\np50", "\np90", "TPOT ms\np90", "cached\nshare"):
@@ -160,7 +168,7 @@ def summary_table(results: Mapping[str, PolicyResult]) -> Table:
 
 
 def policy_table(results: Mapping[str, PolicyResult]) -> Table:
-    """Policies as columns, quantities as rows."""
+    """Make the table with policies as columns and quantities as rows."""
     table = Table(title="One workload, each policy on fresh workers", title_justify="left")
     table.add_column("")
     for name in results:

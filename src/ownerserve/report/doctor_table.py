@@ -1,4 +1,4 @@
-"""What `ownerserve doctor` found: one line a check, and what to do about it."""
+"""This module shows what `ownerserve doctor` found: one line a check, and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 
 class Level(StrEnum):
-    """`warn`: works, not as well as it could. `fail`: does not work."""
+    """A level grades a check. `warn`: works, not as well as it could. `fail`: does not work."""
 
     OK = "ok"
     WARN = "warn"
@@ -21,7 +21,8 @@ class Level(StrEnum):
 
 
 class CheckResult(msgspec.Struct, frozen=True):
-    """One check: what was looked at, what was found, and the mend where there is one to make."""
+    """A check's result says what was looked at, what was found, and the mend where there is one to
+    make."""
 
     check: str
     level: Level
@@ -33,12 +34,12 @@ COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
 def worst(findings: Sequence[CheckResult]) -> Level:
-    """The worst level of all findings; OK when there are none."""
+    """Return the worst level of all findings; OK when there are none."""
     return max((finding.level for finding in findings), key=list(Level).index, default=Level.OK)
 
 
 def show(findings: Sequence[CheckResult], console: Console) -> None:
-    """For people."""
+    """Print the findings as a table for people, each with its mend."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "check", "found"):
         table.add_column(heading, overflow="fold")
@@ -52,7 +53,7 @@ def show(findings: Sequence[CheckResult], console: Console) -> None:
 
 
 def to_json(findings: Sequence[CheckResult]) -> dict[str, Any]:
-    """For programs."""
+    """Return the findings and their worst level as plain data, for programs."""
     return {
         "level": worst(findings),
         "checks": [msgspec.to_builtins(finding) for finding in findings],

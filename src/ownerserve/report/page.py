@@ -1,4 +1,5 @@
-"""One self-contained HTML page: verdicts, tables and figures; opens from a disk, years from now.
+"""This module makes one self-contained HTML page: verdicts, tables and figures; it opens from a
+disk, years from now.
 
 Owns the markup and its style. Takes plain data; every text is escaped, nothing is fetched and no
 script runs. Light and dark follow the reader's system: figures are inlined as SVG whose ink takes
@@ -23,7 +24,7 @@ from ownerserve.report.figures.style import GRID, INK, Written
 
 
 class Verdict(StrEnum):
-    """What the evaluation found of a claim."""
+    """A verdict is what the evaluation found of a claim."""
 
     HOLDS = "holds"
     IN_RANGE = "holds in a range"
@@ -47,8 +48,11 @@ CLASSES = {
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """One claim of the seeds. `number`: the measured one, with its unit. `section`: title of the
-    section that shows it, "" for none."""
+    """A claim is one of the seeds', with its verdict.
+
+    `number`: the measured one, with its unit. `section`: title of the section that shows it, "" for
+    none.
+    """
 
     claim: str
     source: str
@@ -60,13 +64,13 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
-    """A paragraph; `code` spans are written in backticks."""
+    """A text is one paragraph; `code` spans are written in backticks."""
 
     text: str
 
 
 class Grid(msgspec.Struct, frozen=True, tag=True):
-    """A table. Cells that read as numbers stand to the right."""
+    """A grid is a table. Cells that read as numbers stand to the right."""
 
     caption: str
     columns: list[str]
@@ -74,7 +78,7 @@ class Grid(msgspec.Struct, frozen=True, tag=True):
 
 
 class Plot(msgspec.Struct, frozen=True, tag=True):
-    """A figure: `svg` is the file's text. `name` is unique on the page."""
+    """A plot is a figure: `svg` is the file's text. `name` is unique on the page."""
 
     name: str
     caption: str
@@ -82,7 +86,7 @@ class Plot(msgspec.Struct, frozen=True, tag=True):
 
 
 class Picture(msgspec.Struct, frozen=True, tag=True):
-    """A figure too dense for SVG, as PNG."""
+    """A picture is a figure too dense for SVG, as PNG."""
 
     name: str
     caption: str
@@ -90,7 +94,7 @@ class Picture(msgspec.Struct, frozen=True, tag=True):
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
-    """What to type to get this again."""
+    """A command is what to type to get this again."""
 
     command: str
 
@@ -104,7 +108,8 @@ class Section(msgspec.Struct, frozen=True):
 
 
 class ReportPage(msgspec.Struct, frozen=True):
-    """`facts`: what the run was made with (trace, seed, commit, machine): label -> value."""
+    """A page is the whole report. `facts`: what the run was made with (trace, seed, commit,
+    machine): label -> value."""
 
     title: str
     summary: str
@@ -114,7 +119,7 @@ class ReportPage(msgspec.Struct, frozen=True):
 
 
 def plot_from(written: Written, caption: str) -> Plot:
-    """The figure that `figures.style.write` wrote."""
+    """Read the figure that `figures.style.write` wrote."""
     return Plot(written.svg.stem, caption, written.svg.read_text(encoding="utf-8"))
 
 
@@ -124,7 +129,7 @@ def write(page: ReportPage, path: Path) -> None:
 
 
 def render(page: ReportPage) -> str:
-    """The whole document."""
+    """Return the whole HTML document as text."""
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     anchors = _anchors(page.sections)
     contents = [("verdicts", "Verdicts")] if page.claims else []
@@ -162,7 +167,7 @@ def render(page: ReportPage) -> str:
 
 
 def _anchors(sections: Sequence[Section]) -> dict[str, str]:
-    """A readable and unique id for each title."""
+    """Return a readable and unique id for each title."""
     taken = {"verdicts"}
     found: dict[str, str] = {}
     for section in sections:
@@ -183,7 +188,7 @@ def _facts(facts: dict[str, str]) -> list[str]:
 
 
 def _verdicts(claims: Sequence[Claim], anchors: dict[str, str]) -> list[str]:
-    """How many of each, then a row a claim."""
+    """Return the markup of the verdicts: how many of each, then a row a claim."""
     if not claims:
         return []
     counts = Counter(claim.verdict for claim in claims)
@@ -258,7 +263,7 @@ def _cell(text: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """Escaped, with `code` spans."""
+    """Return the text escaped, with its `code` spans marked up."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
@@ -266,7 +271,8 @@ _LINK = re.compile(r'(\bid="|url\(#|href="#)')
 
 
 def _inlined(plot: Plot) -> str:
-    """The SVG without prolog and metadata, its ids made the figure's own, its ink the page's."""
+    """Return the SVG without prolog and metadata, its ids made the figure's own, its ink the
+    page's."""
     svg = plot.svg[plot.svg.index("<svg") :].strip()
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = _LINK.sub(lambda link: f"{link[0]}{plot.name}-", svg)

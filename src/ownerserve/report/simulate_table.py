@@ -1,4 +1,5 @@
-"""What policies did on a trace: tables for people, the body of `simulate --json` for programs.
+"""This module shows what policies did on a trace: tables for people, the body of `simulate --json`
+for programs.
 
 Owns the columns and their order: seed 002's first. Takes metrics as plain dicts under the names of
 docs/metrics.md. Must never compute a metric: sim.metrics does.
@@ -26,8 +27,11 @@ NAME_WIDTH = 12
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """Policies on one trace. `cpu_s`: of the replays alone, outside the digest.
-    `engine_abilities`: what the engines were granted, and what of it no real worker does yet."""
+    """A simulated result has the metrics of each policy on one trace.
+
+    `cpu_s`: of the replays alone, outside the digest. `engine_abilities`: what the engines were
+    granted, and what of it no real worker does yet.
+    """
 
     trace: dict[str, Any]
     seed: int
@@ -39,7 +43,8 @@ class Simulated(msgspec.Struct, frozen=True):
 
 
 class Column(msgspec.Struct, frozen=True):
-    """One quantity: where it stands in the metrics ("ttft_ms.p50"), and how it is written."""
+    """A column is one quantity: where it stands in the metrics ("ttft_ms.p50"), and how it is
+    written."""
 
     heading: str
     path: str
@@ -47,12 +52,12 @@ class Column(msgspec.Struct, frozen=True):
 
 
 def milliseconds(value: float) -> str:
-    """Three digits, in ms or s: "7.35 s", "412 ms"."""
+    """Write ms with three digits, in ms or s: "7.35 s", "412 ms"."""
     return seconds(value / 1e3) if value >= 1e3 else f"{_digits(value)} ms"
 
 
 def seconds(value: float) -> str:
-    """Three digits, zeros kept: "18.0 s"."""
+    """Write seconds with three digits, zeros kept: "18.0 s"."""
     return f"{value:,.0f} s" if value >= 100 or not value else f"{value:#.3g} s"
 
 
@@ -69,7 +74,8 @@ def size(value: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, all digits before the point: 7.35, 62.8, 1,234."""
+    """Write a number with three significant digits, all digits before the point: 7.35, 62.8,
+    1,234."""
     if abs(value) >= 100 or value == 0:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -135,7 +141,7 @@ DETAILS = (
 
 
 def cell(metrics: Metrics, column: Column) -> str:
-    """One quantity; "-" for what the run does not tell."""
+    """Write one quantity; "-" for what the run does not tell."""
     value = _at(metrics, column.path)
     return UNKNOWN if value is None else column.form(value)
 
@@ -150,7 +156,7 @@ def _at(metrics: Metrics, path: str) -> float | None:
 
 
 def summary_table(policies: Policies, title: str, columns: Sequence[Column] = SUMMARY) -> Table:
-    """Policies as rows."""
+    """Make the table with policies as rows."""
     table = _table(title)
     table.add_column("\npolicy", no_wrap=True)
     for column in columns:
@@ -161,7 +167,8 @@ def summary_table(policies: Policies, title: str, columns: Sequence[Column] = SU
 
 
 def _folded(name: str) -> str:
-    """A policy's name in lines of at most 12 characters, where it has underscores to fold at."""
+    """Fold a policy's name into lines of at most 12 characters, where it has underscores to fold
+    at."""
     lines = [""]
     for part in name.replace("_", "_ ").split():
         if lines[-1] and len(lines[-1] + part) > NAME_WIDTH:
@@ -171,7 +178,7 @@ def _folded(name: str) -> str:
 
 
 def details_table(policies: Policies, title: str, rows: Sequence[Column] = DETAILS) -> Table:
-    """Policies as columns; a quantity that no policy tells is left out."""
+    """Make the table with policies as columns; a quantity that no policy tells is left out."""
     table = _table(title)
     table.add_column("", no_wrap=True)
     for name in policies:
@@ -184,7 +191,8 @@ def details_table(policies: Policies, title: str, rows: Sequence[Column] = DETAI
 
 
 def modes_table(policies: Policies, title: str) -> Table:
-    """How turns were served: share and latencies of each execution mode (seed 003's tables)."""
+    """Make the table of how turns were served: share and latencies of each execution mode (seed
+    003's tables)."""
     table = _table(title)
     for heading in ("\npolicy", "\nmode"):
         table.add_column(heading, no_wrap=True)
@@ -206,12 +214,12 @@ def modes_table(policies: Policies, title: str) -> Table:
 
 
 def _table(title: str) -> Table:
-    """Narrow: six policies fit 80 columns."""
+    """Make an empty table so narrow that six policies fit 80 columns."""
     return Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def to_json(result: Simulated) -> dict[str, Any]:
-    """The body of schema ownerserve.simulate/1."""
+    """Return the body of schema ownerserve.simulate/1."""
     rate = result.requests / result.cpu_s if result.cpu_s > 0 else None
     body = {**msgspec.to_builtins(result), "requests_per_cpu_s": rate}
     return {**body, "warnings": unserved(result.policies)}

@@ -1,4 +1,4 @@
-"""What a model's state costs, as a table for people and an object for programs.
+"""This module shows what a model's state costs, as a table for people and an object for programs.
 
 Owns the wording and the columns of `ownerserve inspect`. Must never compute a size: kv.geometry
 does.
@@ -26,7 +26,8 @@ WIDE_COLUMNS = 120
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What is asked: which model, at which context, in how much memory (None: not asked)."""
+    """A question is what is asked: which model, at which context, in how much memory (None: not
+    asked)."""
 
     model: str
     context_tokens: int
@@ -34,7 +35,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def to_json(question: Question, geometry: Geometry, kv: KvDescriptor) -> dict[str, Any]:
-    """The result object of `ownerserve inspect` (schema ownerserve.inspect/1)."""
+    """Return the result object of `ownerserve inspect` (schema ownerserve.inspect/1)."""
     spec = geometry.spec
     context, hbm = question.context_tokens, question.hbm_bytes
     dense = geometry.dense_bytes_per_token
@@ -99,7 +100,8 @@ def show(question: Question, geometry: Geometry, kv: KvDescriptor, console: Cons
 
 
 def _components_table(geometry: Geometry, width: int) -> Table:
-    """One row a component; a terminal narrower than WIDE_COLUMNS does without the last columns."""
+    """Make the table of one row a component; a terminal narrower than WIDE_COLUMNS does without the
+    last columns."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column("component", no_wrap=True)
     for name in ("layers", "keeps", "B/entry", "B/token", "fixed", "boundary"):
@@ -149,7 +151,7 @@ def _totals_table(question: Question, geometry: Geometry) -> Table:
 
 
 def _notes(question: Question, geometry: Geometry) -> list[str]:
-    """What the totals do not say: how a session comes back."""
+    """Say what the totals do not: how a session comes back."""
     notes = [_beside_dense(question, geometry)]
     if geometry.point_bytes:
         notes.append(

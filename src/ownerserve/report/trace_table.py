@@ -1,4 +1,5 @@
-"""Trace statistics as tables for people. Renders what it is given; computes nothing."""
+"""This module shows trace statistics as tables for people. It renders what it is given and computes
+nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Format = Callable[[float], str]
 
 
 def tokens(count: float) -> str:
-    """1234567 -> '1.23M'; three digits are what a distribution needs."""
+    """Write a count with three digits, as a distribution needs: 1234567 -> '1.23M'."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g}{unit}"
@@ -32,7 +33,8 @@ def percent(share: float) -> str:
 
 
 def stats_tables(stats: TraceStats) -> list[Table]:
-    """The trace at a glance: distributions, think times, shares. Each fits 80 columns."""
+    """Make the tables of a trace at a glance: distributions, think times, shares. Each fits 80
+    columns."""
     tables = [_distributions(stats), _shares(stats)]
     if stats.think_s_after:
         tables.insert(1, _think_times(stats))
@@ -110,7 +112,7 @@ def _pairs(title: str) -> Table:
 
 
 def cost_table(cost: ModelCost) -> Table:
-    """KV bytes a request and prefill's share, for one model."""
+    """Make the table of KV bytes a request and prefill's share, for one model."""
     title = f"{cost.model} ({cost.family}, KV as {cost.kv_descriptor})"
     table = _pairs(title)
     table.add_row("state a token", format_bytes(cost.bytes_per_token))
@@ -126,7 +128,7 @@ def cost_table(cost: ModelCost) -> Table:
 
 
 def problem_lines(problems: Collected) -> list[str]:
-    """What could not be read: how many records, and the first few with their reasons."""
+    """Say what could not be read: how many records, and the first few with their reasons."""
     if not problems.count:
         return []
     lines = [f"left out {problems.count:,} broken record(s):"]

@@ -1,4 +1,5 @@
-"""Turns that were not served: how many, why, and what would help; beside a table of percentiles.
+"""This module says which turns were not served: how many, why, and what would help; beside a table
+of percentiles.
 
 Owns the words. A percentile is over the turns that were served, so a fleet that turns most of them
 away can look fast: whoever shows percentiles shows these lines too.
@@ -21,7 +22,8 @@ UNNAMED = "see `modes` and `reasons` in --json"
 
 
 def unserved(policies: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each policy that did not serve every turn, then what that means; else nothing."""
+    """Return a line for each policy that did not serve every turn, then what that means; no line
+    when all did."""
     lines, seen = [], dict[str, None]()
     for name, metrics in policies.items():
         share, reasons = metrics.get("error_rate") or 0.0, metrics.get("reasons") or {}
@@ -41,5 +43,5 @@ def unserved(policies: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def served_nothing(policies: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The policies under which no turn at all was served: nothing was measured of them."""
+    """Return the policies under which no turn at all was served: nothing was measured of them."""
     return [name for name, metrics in policies.items() if metrics.get("error_rate") == 1.0]

@@ -1,4 +1,4 @@
-"""Workloads as data: readers, synthesizers, statistics.
+"""Traces are workloads as data: readers, synthesizers, statistics.
 
     readers.read_trace(path)   any known format -> Trace          synth.generate(name, ...) -> Trace
     stats.measure(trace)       what a workload re-uses             write.write_trace(trace, path)

@@ -1,4 +1,5 @@
-"""What a model would hold and compute on a trace: KV bytes, and prefill's share of compute."""
+"""This module measures what a model would hold and compute on a trace: KV bytes, and prefill's
+share of compute."""
 
 from __future__ import annotations
 
@@ -22,9 +23,12 @@ from ownerserve.trace.stats import Distribution, spread
 
 
 class ModelCost(msgspec.Struct, frozen=True):
-    """A trace on a model. `prefill_share_of_compute` counts whole prompts; `..._uncached` only
-    what a session's own infinite cache would leave to compute. Both None, with `note`, when the
-    configuration does not tell the active parameters."""
+    """A model cost is what a trace takes on one model.
+
+    `prefill_share_of_compute` counts whole prompts; `..._uncached` only what a session's own
+    infinite cache would leave to compute. Both None, with `note`, when the configuration does not
+    tell the active parameters.
+    """
 
     model: str
     family: str
@@ -39,7 +43,7 @@ class ModelCost(msgspec.Struct, frozen=True):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A model's config.json."""
+    """Read a model's config.json. Raises InvalidInput naming the file."""
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError as error:
@@ -96,7 +100,7 @@ def model_cost(
 
 
 def _kv_bytes(geometry: Geometry, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`Geometry.range_bytes` and fixed state, for many lengths at once."""
+    """Return `Geometry.range_bytes` and fixed state, in bytes, for many lengths at once."""
     by_stride: dict[int, int] = {}
     for state in geometry.spec.states:
         if state.coverage is Coverage.RANGE:

@@ -1,4 +1,5 @@
-"""Sessions put together in any order: requests whose `after` still holds draft numbers.
+"""This module puts sessions together in any order: drafts are requests whose `after` still holds
+draft numbers.
 
 Readers and generators make drafts agent by agent; a session lists them by start.
 """
@@ -11,12 +12,12 @@ from ownerserve.trace.model import TraceRequest
 
 
 def end_s(draft: TraceRequest) -> float:
-    """When its answer was complete, if that was recorded; else its start."""
+    """Return when the draft's answer was complete, if that was recorded; else its start."""
     return draft.start_s + (draft.api_s or 0.0)
 
 
 def settle(drafts: list[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """The drafts in order of start, `after` renumbered to positions.
+    """Return the drafts in order of start, `after` renumbered to positions.
 
     Each draft's waits must be drafted before it and start no later; then they also come before
     it here, since the sort is stable.

@@ -1,4 +1,5 @@
-"""Floating-point operations of a forward pass, as a function of the positions it computes.
+"""This module counts floating-point operations of a forward pass, as a function of the positions it
+computes.
 
 One token at position p (p tokens before it) costs
 
@@ -41,7 +42,8 @@ SPARSE = "sparse_attention_config"
 
 
 class FlopsTerm(NamedTuple):
-    """`ops` for each entry attended, of which there are min(p / stride, cap) at position p."""
+    """A term costs `ops` for each entry attended, of which there are min(p / stride, cap) at
+    position p."""
 
     stride: int
     cap: float
@@ -49,13 +51,14 @@ class FlopsTerm(NamedTuple):
 
 
 class Flops(NamedTuple):
-    """A model's cost: `per_token` whatever the position, and terms that grow with it."""
+    """The cost of a model is `per_token` whatever the position, and terms that grow with it."""
 
     per_token: float
     terms: tuple[FlopsTerm, ...]
 
     def between(self, start: Positions, end: Positions) -> Positions:
-        """Operations to compute the tokens at positions [start, end), given all before."""
+        """Return the operations to compute the tokens at positions [start, end), given all
+        before."""
         total = self.per_token * (end - start)
         for term in self.terms:
             total = total + term.ops * (_attended(end, term) - _attended(start, term))
@@ -63,7 +66,8 @@ class Flops(NamedTuple):
 
 
 def _attended(positions: Positions, term: FlopsTerm) -> Positions:
-    """Sum of min(p / stride, cap) over p in [0, n): a ramp up to cap · stride, then level."""
+    """Return the sum of min(p / stride, cap) over p in [0, n): a ramp up to cap · stride, then
+    level."""
     ramp = np.minimum(positions, term.cap * term.stride)
     above = np.maximum(0.0, positions - ramp)
     level = 0.0 if term.cap == np.inf else term.cap
@@ -72,7 +76,7 @@ def _attended(positions: Positions, term: FlopsTerm) -> Positions:
 
 
 def flops_of(config: Mapping[str, Any], spec: ModelSpec, active_parameters: float) -> Flops:
-    """The cost of the model that `config` describes and `spec` was built from.
+    """Return the cost of the model that `config` describes and `spec` was built from.
 
     Raises InvalidInput naming a field of the configuration that is missing.
     """
@@ -96,13 +100,14 @@ def flops_of(config: Mapping[str, Any], spec: ModelSpec, active_parameters: floa
 
 
 def _chooses(layer: LayerSpec, states: tuple[StateSpec, ...]) -> bool:
-    """Whether the layer attends to entries that an indexer chose, its own or another layer's."""
+    """Return whether the layer attends to entries that an indexer chose, its own or another
+    layer's."""
     own = any(state.role in (Role.INDEX, Role.CSA_INDEX) for state in states)
     return own or layer.index_source is not None
 
 
 def _term(state: StateSpec, fields: Fields, *, topk: float) -> FlopsTerm | None:
-    """What one state costs; None for tails, which hold what a later entry is made of."""
+    """Return what one state costs; None for tails, which hold what a later entry is made of."""
     stride = state.kind.tokens if isinstance(state.kind, Compressed) else 1
     match state.role:
         case Role.DENSE | Role.MLA_LATENT | Role.CSA_MAIN:
@@ -120,7 +125,7 @@ def _term(state: StateSpec, fields: Fields, *, topk: float) -> FlopsTerm | None:
 
 
 def _attention_ops(fields: Fields) -> float:
-    """2 · H · (d_qk + d_v): one query against one entry, all heads."""
+    """Return 2 · H · (d_qk + d_v), the operations of one query against one entry, all heads."""
     heads = fields.integer("num_attention_heads")
     if fields.has("kv_lora_rank"):
         qk = fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim", least=0)
@@ -129,7 +134,7 @@ def _attention_ops(fields: Fields) -> float:
 
 
 def head_dims(fields: Fields) -> int:
-    """`head_dim`, or hidden size over heads."""
+    """Return `head_dim`, or hidden size over heads."""
     if fields.has("head_dim"):
         return fields.integer("head_dim")
     return fields.integer("hidden_size") // fields.integer("num_attention_heads")
@@ -150,9 +155,10 @@ def _indexer(fields: Fields) -> tuple[int, int]:
 
 
 def active_parameters(config: Mapping[str, Any]) -> float:
-    """Parameters one token uses, of the models whose configuration tells: grouped-query
-    attention in every layer with gated MLPs, dense or mixture of experts. Embeddings are looked
-    up, not multiplied; the output head counts once.
+    """Return the parameters that one token uses, of the models whose configuration tells.
+
+    These have grouped-query attention in every layer with gated MLPs, dense or mixture of experts.
+    Embeddings are looked up, not multiplied; the output head counts once.
 
     Raises InvalidInput naming the missing field: give the number instead then.
     """

@@ -1,4 +1,4 @@
-"""Sessions for traces that have none, from what each request re-uses."""
+"""This module infers sessions for traces that have none, from what each request re-uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RARE_SHARE = 0.005
 
 
 def infer_sessions(requests: Sequence[TraceRequest]) -> list[int]:
-    """A session number for each of `requests`, which are in order of arrival.
+    """Return a session number for each of `requests`, which are in order of arrival.
 
     A request joins the session that last touched its deepest known block, if fewer than
     max(8, 0.5 %) of all requests use that block (a block that many use is a shared head, not a

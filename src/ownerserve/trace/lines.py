@@ -1,4 +1,5 @@
-"""Files to numbered lines: plain or zstd, one file or a folder; and what becomes of a broken line.
+"""This module makes numbered lines of files, plain or zstd, one file or a folder; and says what
+becomes of a broken line.
 
 Knows nothing of any trace format. Reads a file once, in pieces; never holds more than a line.
 """
@@ -21,7 +22,7 @@ OnBytes = Callable[[int], None]
 
 
 class TraceLine(NamedTuple):
-    """One record of a file. A `.json` file is one record however many lines it has."""
+    """A line is one record of a file. A `.json` file is one record however many lines it has."""
 
     file: str
     number: int
@@ -29,7 +30,7 @@ class TraceLine(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Why one record could not be used."""
+    """A problem says why one record could not be used."""
 
     file: str
     line: int
@@ -37,7 +38,7 @@ class Problem(NamedTuple):
 
 
 class Problems(Protocol):
-    """Where readers send what they could not use."""
+    """The problems are where readers send what they could not use."""
 
     def report(self, line: TraceLine, reason: str) -> None: ...
 
@@ -69,7 +70,8 @@ class Fatal:
 
 
 def trace_files(path: Path) -> list[Path]:
-    """The file, or every trace file in the folder by name."""
+    """Return the file, or every trace file in the folder by name. Raises InvalidInput for a folder
+    that holds none."""
     if path.is_dir():
         files = sorted(f for f in path.iterdir() if f.is_file() and f.name.endswith(SUFFIXES))
         if not files:
@@ -81,14 +83,14 @@ def trace_files(path: Path) -> list[Path]:
 
 
 def disk_bytes(path: Path) -> int:
-    """What `read_lines` will report through `on_bytes` in all."""
+    """Return what `read_lines` will report through `on_bytes` in all."""
     return sum(file.stat().st_size for file in trace_files(path))
 
 
 def read_lines(
     path: Path, problems: Problems, *, on_bytes: OnBytes | None = None
 ) -> Iterator[TraceLine]:
-    """Every non-empty line, in order. Of a damaged zstd stream what precedes the damage."""
+    """Yield every non-empty line, in order; of a damaged zstd stream what precedes the damage."""
     for file in trace_files(path):
         pieces = _pieces(file, problems, on_bytes=on_bytes or _ignore)
         if file.name.removesuffix(".zst").endswith(".json"):
@@ -111,7 +113,7 @@ def _ignore(_: int) -> None:
 
 
 def _pieces(file: Path, problems: Problems, *, on_bytes: OnBytes) -> Iterator[bytes]:
-    """Plain bytes of a file, whatever its compression."""
+    """Yield the plain bytes of a file, whatever its compression."""
     with file.open("rb") as stream:
         head = stream.read(4)
         stream.seek(0)

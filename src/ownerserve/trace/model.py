@@ -1,4 +1,5 @@
-"""Trace -> Session -> Request: who asked for what, after what, sharing which prefix.
+"""A trace has sessions, and sessions have requests: who asked for what, after what, sharing which
+prefix.
 
 Owns the shape of a workload. Holds no text and no tokens: a prompt is its length and the ids of its
 token blocks. Ids are *chained*: an id stands for its block and everything before it, so two prompts
@@ -35,7 +36,8 @@ Arrivals = Literal["recorded", "unknown"]
 
 
 class Agent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One of a session's conversations: agent 0 is the main one, others were spawned by it.
+    """An agent is one of a session's conversations: agent 0 is the main one, others were spawned by
+    it.
 
     `tool_tokens` + `system_tokens` is the head of its prompts that other sessions may share.
     """
@@ -48,7 +50,7 @@ class Agent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One turn: a prompt, an answer, and when they happened.
+    """A request is one turn: a prompt, an answer, and when they happened.
 
     `start_s` counts from the session's start. `after` names, by position in the session, the
     requests that must finish before this one is released; None means: the previous request of
@@ -72,7 +74,8 @@ class TraceRequest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class TraceSession(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """An agent's run: requests in order of their start, waiting only for earlier ones."""
+    """A session is an agent's run: requests in order of their start, waiting only for earlier
+    ones."""
 
     id: str
     requests: tuple[TraceRequest, ...]
@@ -81,7 +84,8 @@ class TraceSession(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A workload. `origin` names the format it was read from, or the generator and its seed."""
+    """A trace is a workload. `origin` names the format it was read from, or the generator and its
+    seed."""
 
     name: str
     origin: str
@@ -101,7 +105,8 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 def waits_for(session: TraceSession) -> list[tuple[int, ...]]:
-    """For each request, the positions of the requests that must finish before it is released."""
+    """Return, for each request, the positions of the requests that must finish before it is
+    released."""
     last_of_agent: dict[int, int] = {}
     waits = []
     for position, request in enumerate(session.requests):
@@ -115,7 +120,7 @@ def waits_for(session: TraceSession) -> list[tuple[int, ...]]:
 
 
 def release_delay_s(session: TraceSession, position: int, waits: tuple[int, ...]) -> float:
-    """Seconds from the finish of what a request waits for to its release, as best known.
+    """Return the seconds from the finish of what a request waits for to its release, as best known.
 
     `think_s` where recorded; else the recorded gap between the starts, less the service time
     where that was recorded. A request that waits for nothing is released at its `start_s`.
@@ -130,7 +135,7 @@ def release_delay_s(session: TraceSession, position: int, waits: tuple[int, ...]
 
 
 def fault(session: TraceSession) -> str | None:
-    """What is inconsistent in a session, or None: order, waits and agents must agree."""
+    """Return what is inconsistent in a session, or None: order, waits and agents must agree."""
     previous_start_s = 0.0
     for position, request in enumerate(session.requests):
         if request.start_s < previous_start_s:

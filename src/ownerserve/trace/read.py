@@ -1,4 +1,5 @@
-"""The one way in: a path becomes a Trace, its format named or sniffed from its content."""
+"""This module is the one way in: a path becomes a Trace, its format named or sniffed from its
+content."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def read_trace(
     problems: Problems | None = None,
     on_bytes: OnBytes | None = None,
 ) -> Trace:
-    """The trace in a file or folder, plain or zstd.
+    """Read the trace in a file or folder, plain or zstd.
 
     Broken records go to `problems` (default: left out silently; pass `lines.Collected` to see
     them or `lines.Fatal` to stop at the first). `on_bytes` hears of progress in bytes of disk.
@@ -67,7 +68,7 @@ def read_trace(
 
 
 def named(format_name: str) -> Reader:
-    """The reader of that name."""
+    """Return the reader of that name. Raises InvalidInput for a name that none has."""
     if format_name not in READERS:
         raise InvalidInput(
             "--format", f"{format_name!r} is unknown", f"use one of {', '.join(READERS)}"
@@ -76,7 +77,8 @@ def named(format_name: str) -> Reader:
 
 
 def sniff(lines: list[TraceLine], path: Path) -> Reader:
-    """The reader that claims the first record which is not broken."""
+    """Return the reader that claims the first record which is not broken. Raises InvalidInput when
+    none does."""
     for line in lines:
         head = head_of(line)
         if head is None:

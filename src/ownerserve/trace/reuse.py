@@ -1,4 +1,5 @@
-"""What a cache without limits could re-use: the ideal bound, and where the re-use comes from.
+"""This module measures what a cache without limits could re-use: the ideal bound, and where the
+re-use comes from.
 
 A prompt's re-usable prefix is its longest prefix of blocks seen before: by any session (bound of
 a fleet that shares everything), or by its own (bound of affinity without sharing). All passes
@@ -23,7 +24,7 @@ SHARED_HEAD_SESSIONS = 3
 
 
 class Reuse(NamedTuple):
-    """Per request, in order of arrival: tokens re-usable, and their sources.
+    """The re-use has, per request and in order of arrival, the tokens re-usable and their sources.
 
     `intra` <= `any` <= the prompt's length. `head` is the part of `any` in blocks that many
     sessions use. `later` marks requests that are not their session's first.
@@ -36,12 +37,13 @@ class Reuse(NamedTuple):
     later: NDArray[np.bool_]
 
     def shares(self) -> tuple[float, float]:
-        """Ideal cached-token share (any session, own session)."""
+        """Return the ideal cached-token share (any session, own session)."""
         total = max(1, int(self.input_tokens.sum()))
         return int(self.any_tokens.sum()) / total, int(self.intra_tokens.sum()) / total
 
     def split(self) -> tuple[float, float, float]:
-        """The shares of all re-usable tokens found in (own session, another, a shared head)."""
+        """Return the shares of all re-usable tokens found in (own session, another, a shared
+        head)."""
         reused = int(self.any_tokens.sum())
         if not reused:
             return 0.0, 0.0, 0.0
@@ -50,12 +52,13 @@ class Reuse(NamedTuple):
         return intra / reused, (reused - intra - head) / reused, head / reused
 
     def uncached_suffix(self) -> NDArray[np.int64]:
-        """Tokens each later turn adds to what its own session had seen."""
+        """Return the tokens that each later turn adds to what its own session had seen."""
         return (self.input_tokens - self.intra_tokens)[self.later]
 
 
 def by_arrival(trace: Trace) -> Iterator[tuple[int, TraceRequest]]:
-    """(session number, request) in order of start, or session after session when not recorded."""
+    """Yield (session number, request) in order of start, or session after session when not
+    recorded."""
     if trace.arrivals == "unknown":
         for number, session in enumerate(trace.sessions):
             for request in session.requests:
@@ -72,7 +75,7 @@ def by_arrival(trace: Trace) -> Iterator[tuple[int, TraceRequest]]:
 
 
 def ideal_reuse(trace: Trace) -> Reuse | None:
-    """Re-use with an infinite cache, or None when the trace has no block ids.
+    """Return the re-use with an infinite cache, or None when the trace has no block ids.
 
     For session-local ids, re-use between sessions is estimated by `share_heads`.
     """

@@ -1,4 +1,4 @@
-"""Arithmetic on run-length block ids. Cost is in runs, never in blocks."""
+"""This module calculates with run-length block ids. Cost is in runs, never in blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ownerserve.trace.model import Run, Runs
 
 
 def encode(ids: Iterable[int]) -> Runs:
-    """[1, 2, 3, 7] -> ((1, 3), (7, 1))."""
+    """Return ids as runs: [1, 2, 3, 7] -> ((1, 3), (7, 1))."""
     runs: list[Run] = []
     iterator = iter(ids)
     first = next(iterator, None)
@@ -27,18 +27,19 @@ def encode(ids: Iterable[int]) -> Runs:
 
 
 def expand(runs: Runs) -> Iterator[int]:
-    """((1, 3), (7, 1)) -> 1, 2, 3, 7. For consumers that need each block; no statistic does."""
+    """Yield the ids of runs: ((1, 3), (7, 1)) -> 1, 2, 3, 7. For consumers that need each block; no
+    statistic does."""
     for first, count in runs:
         yield from range(first, first + count)
 
 
 def blocks(runs: Runs) -> int:
-    """Blocks covered."""
+    """Return how many blocks the runs cover."""
     return sum([count for _, count in runs])
 
 
 def take(runs: Runs, count: int) -> Runs:
-    """The first `count` blocks (all, when there are fewer)."""
+    """Return the first `count` blocks (all, when there are fewer)."""
     taken: list[Run] = []
     for first, length in runs:
         if length >= count:
@@ -51,7 +52,7 @@ def take(runs: Runs, count: int) -> Runs:
 
 
 def drop(runs: Runs, count: int) -> Runs:
-    """What is left after the first `count` blocks."""
+    """Return what is left after the first `count` blocks."""
     for index, (first, length) in enumerate(runs):
         if length > count:
             return ((first + count, length - count), *runs[index + 1 :])
@@ -60,7 +61,7 @@ def drop(runs: Runs, count: int) -> Runs:
 
 
 def concat(left: Runs, right: Runs) -> Runs:
-    """`left` then `right`, joined where the ids continue."""
+    """Return `left` then `right`, joined where the ids continue."""
     if left and right and left[-1][0] + left[-1][1] == right[0][0]:
         joined = (left[-1][0], left[-1][1] + right[0][1])
         return (*left[:-1], joined, *right[1:])
@@ -68,7 +69,7 @@ def concat(left: Runs, right: Runs) -> Runs:
 
 
 def common_prefix(left: Runs, right: Runs) -> int:
-    """Blocks that both begin with."""
+    """Return how many blocks both begin with."""
     shared = 0
     for (first_l, count_l), (first_r, count_r) in zip(left, right, strict=False):
         if first_l != first_r:
@@ -82,7 +83,7 @@ def common_prefix(left: Runs, right: Runs) -> int:
 
 
 class IntervalSet:
-    """A set of block ids as sorted, disjoint, non-touching intervals [start, end)."""
+    """The set holds block ids as sorted, disjoint, non-touching intervals [start, end)."""
 
     __slots__ = ("_ends", "_starts")
 
@@ -102,7 +103,7 @@ class IntervalSet:
             ends[low:high] = [end]
 
     def prefix(self, runs: Runs) -> int:
-        """How many of the first blocks of `runs` are in the set, without a gap."""
+        """Return how many of the first blocks of `runs` are in the set, without a gap."""
         held = 0
         for first, count in runs:
             index = bisect_right(self._starts, first) - 1
@@ -115,12 +116,12 @@ class IntervalSet:
         return held
 
     def intervals(self) -> Iterator[tuple[int, int]]:
-        """All [start, end), ascending."""
+        """Yield all [start, end), ascending."""
         return zip(self._starts, self._ends, strict=True)
 
 
 def covered_at_least(sets: Sequence[IntervalSet], threshold: int) -> IntervalSet:
-    """The ids that are in at least `threshold` of the sets: one sweep over interval ends."""
+    """Return the ids that are in at least `threshold` of the sets: one sweep over interval ends."""
     change: dict[int, int] = {}
     for intervals in sets:
         for start, end in intervals.intervals():

@@ -1,4 +1,5 @@
-"""What a workload is like: the quantities of docs/traces.md, from one pass over requests.
+"""This module measures what a workload is like: the quantities of docs/traces.md, from one pass
+over requests.
 
 Field names are the JSON keys of `ownerserve trace stats`; None where the trace does not record
 what a quantity needs.
@@ -20,7 +21,7 @@ LONG_GAPS_S = (60.0, 300.0)
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """A distribution in six numbers; percentiles interpolate linearly."""
+    """A distribution has six numbers; percentiles interpolate linearly."""
 
     count: int
     mean: float
@@ -31,7 +32,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class GapsAfter(msgspec.Struct, frozen=True):
-    """Think time after one stop reason, and how much of it is long."""
+    """The gaps are the think times after one stop reason, and how much of them is long."""
 
     spread: Distribution
     share_over_60s: float
@@ -39,7 +40,8 @@ class GapsAfter(msgspec.Struct, frozen=True):
 
 
 class CachedShare(msgspec.Struct, frozen=True):
-    """Ideal cached-token share. `estimated`: equal heads of different sessions were assumed."""
+    """The share is the ideal cached-token share. `estimated`: equal heads of different sessions
+    were assumed."""
 
     any_session: float
     intra_session: float
@@ -47,7 +49,7 @@ class CachedShare(msgspec.Struct, frozen=True):
 
 
 class ReuseSplit(msgspec.Struct, frozen=True):
-    """Where re-usable tokens were last seen; shares of 1."""
+    """The split says where re-usable tokens were last seen; shares of 1."""
 
     intra_session: float
     cross_session: float
@@ -55,14 +57,14 @@ class ReuseSplit(msgspec.Struct, frozen=True):
 
 
 class InputShare(msgspec.Struct, frozen=True):
-    """Share of all input tokens in the largest 1 % and 10 % of sessions."""
+    """The share is that of all input tokens in the largest 1 % and 10 % of sessions."""
 
     top1: float
     top10: float
 
 
 class TraceStats(msgspec.Struct, frozen=True):
-    """See docs/traces.md for each quantity's definition."""
+    """The statistics describe one trace; docs/traces.md defines each quantity."""
 
     name: str
     origin: str
@@ -87,7 +89,7 @@ class TraceStats(msgspec.Struct, frozen=True):
 
 
 def spread(values: Iterable[float]) -> Distribution | None:
-    """The distribution of `values`, or None when there are none."""
+    """Return the distribution of `values`, or None when there are none."""
     array = np.fromiter(values, dtype=np.float64)
     if not array.size:
         return None
@@ -96,7 +98,7 @@ def spread(values: Iterable[float]) -> Distribution | None:
 
 
 def measure(trace: Trace) -> TraceStats:
-    """All statistics of a trace. Raises nothing: a trace has at least one request."""
+    """Measure all statistics of a trace. Raises nothing: a trace has at least one request."""
     sessions = trace.sessions
     requests = [request for session in sessions for request in session.requests]
     inputs = sum(r.input_tokens for r in requests)
@@ -140,7 +142,7 @@ def _cached_share(trace: Trace, reuse: Reuse) -> CachedShare:
 
 
 def _start_gaps(sessions: Iterable[TraceSession]) -> Iterable[float]:
-    """Seconds between the starts of successive requests of a session."""
+    """Yield the seconds between the starts of successive requests of a session."""
     for session in sessions:
         requests = session.requests
         for earlier, later in pairwise(requests):
@@ -148,7 +150,7 @@ def _start_gaps(sessions: Iterable[TraceSession]) -> Iterable[float]:
 
 
 def _think_after(sessions: Iterable[TraceSession]) -> dict[str, list[float]]:
-    """Think times by the stop reason of the same agent's request before."""
+    """Return think times by the stop reason of the same agent's request before."""
     after: dict[str, list[float]] = {}
     for session in sessions:
         for request, waits in zip(session.requests, waits_for(session), strict=True):
@@ -166,7 +168,8 @@ def _gaps(values: list[float]) -> GapsAfter:
 
 
 def _api_share(api_s: list[float], tool_s: list[float]) -> float | None:
-    """Service time / (service + tool time): how tightly the loop is coupled to the service."""
+    """Return service time / (service + tool time): how tightly the loop is coupled to the
+    service."""
     if not api_s or not tool_s:
         return None
     return sum(api_s) / (sum(api_s) + sum(tool_s))

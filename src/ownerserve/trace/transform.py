@@ -1,4 +1,4 @@
-"""Traces made from traces: cut, slowed, scaled to a small model, heads shared.
+"""This module makes traces from traces: cut, slowed, scaled to a small model, heads shared.
 
 Each keeps the structure: who waits for whom, and which prompts share how much.
 """
@@ -24,8 +24,8 @@ def keep(
     turns: int | None = None,
     max_input_tokens: int | None = None,
 ) -> Trace:
-    """The first `sessions` sessions, of each the first `turns` requests, and of those the ones
-    before the first whose prompt is longer than `max_input_tokens`.
+    """Return the first `sessions` sessions, of each the first `turns` requests, and of those the
+    ones before the first whose prompt is longer than `max_input_tokens`.
 
     Cutting from the end keeps every wait inside the session. Sessions left empty are dropped.
     """
@@ -43,7 +43,8 @@ def keep(
 
 
 def scale_gaps(trace: Trace, factor: float) -> Trace:
-    """All waits (tools, people) and arrivals times `factor`; service times stay as recorded."""
+    """Return the trace with all waits (tools, people) and arrivals times `factor`; service times
+    stay as recorded."""
 
     def scaled(request: TraceRequest) -> TraceRequest:
         think_s = None if request.think_s is None else request.think_s * factor
@@ -61,8 +62,9 @@ def scale_gaps(trace: Trace, factor: float) -> Trace:
 def scale_lengths(
     trace: Trace, *, factor: float | None = None, max_tokens: int | None = None
 ) -> Trace:
-    """All lengths times `factor`, or by the factor that makes the longest prompt + answer fit
-    `max_tokens`. Which prompts share a prefix, and where they part, stays as it was.
+    """Return the trace with all lengths times `factor`, or by the factor that makes the longest
+    prompt + answer fit `max_tokens`. Which prompts share a prefix, and where they part, stays as it
+    was.
 
     g old blocks become one new block of n tokens, with n/g the best fraction not above what was
     asked for; so a part shared up to block k is shared up to block floor(k/g). Without block ids
@@ -107,14 +109,15 @@ def _shorter(request: TraceRequest, factor: float) -> TraceRequest:
 
 
 def _fraction(tokens_per_block: float) -> tuple[int, int]:
-    """(n, g): the largest n/g <= `tokens_per_block`, of the eight smallest g that give n >= 1."""
+    """Return (n, g): the largest n/g <= `tokens_per_block`, of the eight smallest g that give n >=
+    1."""
     smallest = max(1, ceil(1 / tokens_per_block - 1e-9))
     candidates = [(int(g * tokens_per_block + 1e-9), g) for g in range(smallest, smallest + 8)]
     return max(candidates, key=lambda pair: (pair[0] / pair[1], -pair[1]))
 
 
 class _Scaler:
-    """Owns the ids of new blocks: one for each old block that ends a group of g.
+    """A scaler owns the ids of new blocks: one for each old block that ends a group of g.
 
     Old ids are chained, so the last block of a group stands for the whole prefix up to it.
     """
@@ -125,11 +128,12 @@ class _Scaler:
         self._new_id: dict[int, int] = {}
 
     def forget_ids(self) -> None:
-        """Ids of the next session mean something else."""
+        """Forget the old ids: those of the next session mean something else."""
         self._new_id.clear()
 
     def session(self, session: TraceSession) -> tuple[TraceRequest, ...]:
-        """Scaled requests. Only blocks a turn adds to the one before it are looked at singly."""
+        """Return the scaled requests. Only blocks that a turn adds to the one before it are looked
+        at singly."""
         scaled = []
         old: Runs = ()
         new: Runs = ()
@@ -155,7 +159,7 @@ class _Scaler:
 
 
 def _every(runs: Runs, group: int) -> list[int]:
-    """The last id of each full group of `group` consecutive blocks."""
+    """Return the last id of each full group of `group` consecutive blocks."""
     ends: list[int] = []
     before = 0  # blocks in front of this run, modulo the group
     for first, count in runs:
@@ -165,7 +169,7 @@ def _every(runs: Runs, group: int) -> list[int]:
 
 
 def share_heads(trace: Trace) -> Trace:
-    """Session-local ids made global, taking heads of equal (tool, system, model) as equal.
+    """Make session-local ids global, taking heads of equal (tool, system, model) as equal.
 
     An estimate: that two heads of equal sizes hold the same text was never recorded. Traces
     whose ids are global already come back as they are.
@@ -193,7 +197,7 @@ def share_heads(trace: Trace) -> Trace:
 def _heads(
     session: TraceSession, block_tokens: int, bases: dict[tuple[int, int, str], int]
 ) -> list[tuple[Runs, int]]:
-    """(local ids of a head, its global base), no two beginning alike."""
+    """Return (local ids of a head, its global base), no two beginning alike."""
     heads: list[tuple[Runs, int]] = []
     done: set[int] = set()
     for request in session.requests:

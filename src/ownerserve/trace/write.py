@@ -1,4 +1,4 @@
-"""Our own JSONL, written (docs/traces.md). `.zst` at the end of the name compresses."""
+"""This module writes our own JSONL (docs/traces.md). `.zst` at the end of the name compresses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ZSTD_LEVEL = 10
 
 
 def trace_lines(trace: Trace) -> Iterator[bytes]:
-    """The header, then each session."""
+    """Yield the header, then each session, each as a line of JSON."""
     header = TraceHeader(
         ownerserve_trace=VERSION,
         name=trace.name,

@@ -1,4 +1,4 @@
-"""`ownerserve demo`: the whole path on this machine, once for each policy."""
+"""`ownerserve demo` runs the whole path on this machine, once for each policy."""
 
 from ownerserve.cli.demo.command import command
 

@@ -1,4 +1,5 @@
-"""A cold resume, priced and taken: a session outlives its worker and comes back from the store.
+"""A cold resume is priced and taken here: a session outlives its worker and comes back from the
+store.
 
 worker 1   a long turn, spilled ── stopped
 worker 2   the session's next turn: fetched, by the plan it prints
@@ -28,7 +29,7 @@ ANSWER_TOKENS = 16
 
 
 class ServedTurn(msgspec.Struct, frozen=True):
-    """One turn as a worker served it."""
+    """A served turn is one turn as a worker served it."""
 
     mode: str
     cached_tokens: int
@@ -41,21 +42,22 @@ class ServedTurn(msgspec.Struct, frozen=True):
 
 
 class ColdResume(msgspec.Struct, frozen=True):
-    """The same turn twice: brought back from the store, and computed from nothing."""
+    """A cold resume has the same turn twice: brought back from the store, and computed from
+    nothing."""
 
     fetched: ServedTurn
     computed: ServedTurn
 
     @property
     def max_logprob_difference(self) -> float:
-        """Over the tokens that both answers share."""
+        """The largest difference of logprobs over the tokens that both answers share."""
         same = zip(self.fetched.tokens, self.computed.tokens, strict=False)
         count = next((i for i, (a, b) in enumerate(same) if a != b), len(self.fetched.tokens))
         pairs = zip(self.fetched.logprobs[:count], self.computed.logprobs, strict=False)
         return max((abs(a - b) for a, b in pairs), default=0.0)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the lines that tell people of it."""
         fetched, computed = self.fetched, self.computed
         return [
             f"a session comes back on a new worker: {fetched.mode}, {fetched.cached_tokens:,} of "
@@ -68,7 +70,8 @@ class ColdResume(msgspec.Struct, frozen=True):
 
 
 def cold_resume(folder: Path, *, model: str = "tiny-v4", context: int = 3000) -> ColdResume:
-    """Run it in `folder`. Starts and stops three workers; raises PeerLost when one fails."""
+    """Run a cold resume in `folder`. Starts and stops three workers; raises PeerLost when one
+    fails."""
     start = ["worker", "--model", model, "--port", "0", "--kv-memory", "16MiB"]
     start += ["--max-running", "2"]
     stored = [*start, "--store", str(folder / "kv"), "--spill-after", "0"]
@@ -81,7 +84,7 @@ def cold_resume(folder: Path, *, model: str = "tiny-v4", context: int = 3000) ->
 
 
 def _turn(name: str, arguments: Sequence[str], folder: Path, *, prompt: list[int]) -> ServedTurn:
-    """One worker's life: one turn, after a short one that warms it up."""
+    """Run one worker's life: one turn, after a short one that warms it up."""
     child = Child(name, arguments, folder)
     try:
         [url] = child.wait_ready(READY_S)

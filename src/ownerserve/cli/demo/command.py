@@ -1,4 +1,4 @@
-"""The `demo` command: wiring of workload, fleet, client and table."""
+"""The `demo` command wires workload, fleet, client and table."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _show(
 def _run_all(
     console: Console, policies: Sequence[str], setup: DemoSetup, requests: int
 ) -> tuple[dict[str, PolicyResult], dict[str, list[TurnAnswer]]]:
-    """Each policy's result and answers, under a bar each of `requests`."""
+    """Run every policy and return its result and answers, under a bar each of `requests`."""
     results: dict[str, PolicyResult] = {}
     answers: dict[str, list[TurnAnswer]] = {}
     transcript: Transcript = {}
@@ -249,7 +249,7 @@ def _advance(bar: Progress, task: TaskID, answer: TurnAnswer) -> None:
 
 
 def _compare_all(answers: dict[str, list[TurnAnswer]]) -> dict[str, Comparison]:
-    """Each policy's answers against the first one's."""
+    """Compare each policy's answers with the first one's."""
     names = list(answers)
     return {name: compare(answers[names[0]], answers[name]) for name in names[1:]}
 

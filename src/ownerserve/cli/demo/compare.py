@@ -1,4 +1,4 @@
-"""Do two runs of one workload give the same answers? By logprobs, not by tokens.
+"""This module compares the answers of two runs of one workload, by logprobs, not by tokens.
 
 Batch shape alone can flip an argmax between two tokens whose logits differ by less than the
 numeric noise. A flip is therefore no fault when its margin is inside the tolerance; it is
@@ -18,7 +18,8 @@ TOLERANCE = 1e-3
 
 
 class Flip(msgspec.Struct):
-    """Two runs chose different tokens. `margin`: how far apart the two candidates were."""
+    """A flip is where two runs chose different tokens. `margin`: how far apart the two candidates
+    were."""
 
     session: str
     turn: int
@@ -27,7 +28,8 @@ class Flip(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
-    """`equal`: every compared logprob and every flip's margin is within TOLERANCE.
+    """A comparison is `equal` where every compared logprob and every flip's margin is within
+    TOLERANCE.
 
     `tokens_beyond` counts tokens whose logprobs differ by more; `missing` counts answers that
     failed, are absent or were cut short in one of the runs.

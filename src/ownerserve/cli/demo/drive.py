@@ -1,4 +1,4 @@
-"""The closed-loop client: a turn starts when what it waits for has ended, plus the tool gap.
+"""The closed-loop client starts a turn when what it waits for has ended, plus the tool gap.
 
 Speaks plain OpenAI chat completions with SSE, as an agent would. Knows nothing of workers.
 """
@@ -19,7 +19,8 @@ REQUEST_TIMEOUT_S = 120.0
 
 
 class TurnAnswer(msgspec.Struct):
-    """What one turn gave. `logprobs` has one entry an output token; `error` is empty on success."""
+    """An answer is what one turn gave. `logprobs` has one entry an output token; `error` is empty
+    on success."""
 
     session: str
     turn: int
@@ -38,7 +39,7 @@ class TurnAnswer(msgspec.Struct):
 
 
 class SessionResult(msgspec.Struct):
-    """One session's answers and its wall time, tool gaps included."""
+    """A session's result has its answers and its wall time, tool gaps included."""
 
     session: str
     answers: list[TurnAnswer]
@@ -89,7 +90,7 @@ async def run_conversations(
     transcript: Transcript,
     on_turn: Callable[[TurnAnswer], None],
 ) -> list[SessionResult]:
-    """Drive all conversations at once against `base_url`; results in the given order.
+    """Drive all conversations at once against `base_url`; return results in the given order.
 
     `transcript` supplies the assistant text that goes into the next prompt where an earlier run
     recorded it, and records it where none did: every policy so sees the same prompts.

@@ -1,4 +1,4 @@
-"""Child processes of the demo: started, waited for, and never left behind.
+"""This module has the child processes of the demo: started, waited for, and never left behind.
 
 Each child runs in a process group of its own and asks the kernel to kill it when the demo dies,
 so that even `kill -9` of the demo leaves nothing.
@@ -28,12 +28,13 @@ _libc = ctypes.CDLL(None)
 
 
 def die_with_parent() -> None:
-    """Runs in a child before it becomes another program."""
+    """Have the kernel kill this process when its parent dies; runs in a child before it becomes
+    another program."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Child:
-    """One `ownerserve` process and the URL it serves on. Owns the process."""
+    """A child is one `ownerserve` process and the URL it serves on. Owns the process."""
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
         self.name = name
@@ -52,7 +53,7 @@ class Child:
         )
 
     def wait_ready(self, timeout_s: float) -> list[str]:
-        """The lines of the child's ready file: the URL it serves on, then others it names.
+        """Return the lines of the child's ready file: the URL it serves on, then others it names.
 
         Raises PeerLost with the end of its log when it dies or is not ready in time.
         """
@@ -66,7 +67,7 @@ class Child:
         return self._ready_path.read_text().split()
 
     def tail(self, lines: int = 15) -> str:
-        """The end of what the child printed."""
+        """Return the end of what the child printed."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> None:
@@ -82,7 +83,8 @@ class Child:
 
 
 class DemoFleet:
-    """A directory, workers and the gateway before them. A context manager: leaving stops all."""
+    """The fleet is a directory, workers and the gateway before them. A context manager: leaving
+    stops all."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -125,7 +127,7 @@ class DemoFleet:
 
 @contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM behaves like Ctrl-C while inside, so that clean-up runs for both."""
+    """Let SIGTERM behave like Ctrl-C while inside, so that clean-up runs for both."""
 
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt

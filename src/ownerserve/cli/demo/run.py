@@ -1,4 +1,5 @@
-"""One policy's run of the demo: fresh workers, the workload through the gateway, the sums."""
+"""This module makes one policy's run of the demo: fresh workers, the workload through the gateway,
+the sums."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ T = TypeVar("T")
 
 
 class DeviceStatus(msgspec.Struct):
-    """A worker's status, as far as the table needs it."""
+    """This is a worker's status as far as the table needs it."""
 
     device: PoolUse
 
 
 class DemoSetup(msgspec.Struct, frozen=True):
-    """What every policy gets alike."""
+    """The setup is what every policy gets alike."""
 
     model: str
     workers: int
@@ -101,13 +102,13 @@ DISPATCHES = re.compile(r'^ownerserve_dispatches_total\{reason="(\w+)"\} (\S+)$'
 
 
 def _reasons(admin_url: str) -> dict[str, int]:
-    """Why the gateway sent turns where it did: its own count of dispatches."""
+    """Return why the gateway sent turns where it did: its own count of dispatches."""
     found = DISPATCHES.findall(metrics(admin_url))
     return {name: int(float(count)) for name, count in found}
 
 
 def _pressure(url: str) -> PressureTotals:
-    """What one worker counted. Its range components are evicted in lock-step."""
+    """Return what one worker counted. Its range components are evicted in lock-step."""
     counted = _ask(url, "cache", _Counted)
     pressure = counted.counters
     blocks = pressure.evicted_tokens // _ask(url, "status", _Device).device.block_tokens
@@ -157,12 +158,12 @@ def _result(
 
 
 def wall_clock_factor(took_s: float, conversations: Sequence[Conversation]) -> float:
-    """How long a run took over how long it takes when answers cost no time."""
+    """Return how long a run took over how long it takes when answers cost no time."""
     return took_s / max(max(map(unserved_s, conversations), default=0.0), 1e-3)
 
 
 def hotspot_index(answers: Sequence[TurnAnswer], workers: int) -> float:
-    """Prompt tokens that the busiest worker computed, over the mean of all workers."""
+    """Return the prompt tokens that the busiest worker computed, over the mean of all workers."""
     computed: Counter[str] = Counter()
     for answer in answers:
         computed[answer.worker] += answer.prompt_tokens - answer.cached_tokens

@@ -1,4 +1,5 @@
-"""What the demo's processes said to each other, by type: from their own counts."""
+"""This module tells what the demo's processes said to each other, by type: from their own
+counts."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ NODE = re.compile(r'^ownerserve_node_requests_total\{request="(\w+)"\} (\S+)$', 
 
 
 class Spoken(msgspec.Struct, frozen=True):
-    """`directory`: messages that the directory was asked, by type; `frames`: in how many frames of
-    workers; `node`: requests on the workers' RPC ports by the gateway, by type."""
+    """This struct counts the messages between the demo's processes.
+
+    `directory`: messages that the directory was asked, by type; `frames`: in how many frames of
+    workers; `node`: requests on the workers' RPC ports by the gateway, by type.
+    """
 
     directory: dict[str, int]
     frames: int
@@ -24,7 +28,7 @@ class Spoken(msgspec.Struct, frozen=True):
 
 
 def spoken(fleet: DemoFleet) -> Spoken:
-    """All that was said until now. Raises PeerLost when the directory does not answer."""
+    """Return all that was said until now. Raises PeerLost when the directory does not answer."""
     client = DirectoryClient(fleet.directory_url)
     try:
         asked = client.status().asked
@@ -36,5 +40,5 @@ def spoken(fleet: DemoFleet) -> Spoken:
 
 
 def metrics(url: str) -> str:
-    """What a process tells Prometheus."""
+    """Return what a process tells Prometheus, as text."""
     return httpx.get(f"{url}/metrics", timeout=30, trust_env=False).raise_for_status().text

@@ -1,4 +1,4 @@
-"""`ownerserve demo --engine vllm`: wiring and printing."""
+"""This module wires and prints `ownerserve demo --engine vllm`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MARGIN_TOKENS = 256
 
 
 class VllmDemo(msgspec.Struct, frozen=True):
-    """What the command line said."""
+    """The demo's settings are what the command line said."""
 
     python: Path | None
     trace: Trace
@@ -37,7 +37,7 @@ class VllmDemo(msgspec.Struct, frozen=True):
 
 
 def run_vllm_demo(console: Console, demo: VllmDemo, json_target: str | None) -> None:
-    """Both engines on one workload, then the crash; prints and writes what came of it."""
+    """Run both engines on one workload, then the crash; print and write what came of it."""
     python = find_python(demo.python)
     context = max(r.input_tokens + r.output_tokens for s in demo.trace.sessions for r in s.requests)
     results: dict[str, PolicyResult] = {}

@@ -1,4 +1,4 @@
-"""Real `vllm serve` processes for the demo, in the Python that vLLM lives in.
+"""This module runs real `vllm serve` processes for the demo, in the Python that vLLM lives in.
 
 OwnerServe need not be installed there: a folder with one link to this package goes on its path,
 never this Python's own packages.
@@ -38,7 +38,8 @@ ENVIRONMENT = {
 
 
 class VllmSetup(msgspec.Struct, frozen=True):
-    """What every worker gets: Python, checkpoint, longest context and its pool, in tokens."""
+    """The setup is what every worker gets: Python, checkpoint, longest context and its pool, in
+    tokens."""
 
     python: Path
     model: Path
@@ -47,11 +48,11 @@ class VllmSetup(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> int:
-        """Blocks of the pool: room for one longest context at least, and vLLM's null block."""
+        """The blocks of the pool: room for one longest context at least, and vLLM's null block."""
         return 2 + max(self.pool_tokens, self.context_tokens) // BLOCK_TOKENS
 
     def arguments(self, port: int, store: Path | None) -> list[str]:
-        """Arguments of vLLM's server; without a store it is vLLM alone."""
+        """Return the arguments of vLLM's server; without a store it is vLLM alone."""
         fixed = [
             *("--model", str(self.model), "--served-model-name", "demo"),
             *("--host", "127.0.0.1", "--port", str(port)),
@@ -68,7 +69,7 @@ class VllmSetup(msgspec.Struct, frozen=True):
 
 
 class VllmWorker:
-    """One `vllm serve` and the processes it starts. Owns them."""
+    """A worker is one `vllm serve` and the processes it starts. Owns them."""
 
     def __init__(self, name: str, setup: VllmSetup, folder: Path, store: Path | None) -> None:
         self.name = name
@@ -91,7 +92,7 @@ class VllmWorker:
         return f"http://127.0.0.1:{self._port}"
 
     def wait_ready(self) -> str:
-        """The URL, once it answers. Raises PeerLost with the end of its log."""
+        """Return the URL, once it answers. Raises PeerLost with the end of its log."""
         deadline = time.monotonic() + READY_S
         while True:
             if self.process.poll() is not None:
@@ -105,7 +106,7 @@ class VllmWorker:
                 time.sleep(0.2)
 
     def stop(self) -> None:
-        """Ask, wait, then kill it with all it started."""
+        """Ask the worker to stop, wait, then kill it with all it started."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -125,7 +126,7 @@ class VllmWorker:
 
 
 class VllmFleet:
-    """vLLM workers and the gateway in front. Leaving it stops all."""
+    """The fleet is vLLM workers and the gateway in front. Leaving it stops all."""
 
     def __init__(self, setup: VllmSetup, folder: Path) -> None:
         self._setup = setup
@@ -135,7 +136,7 @@ class VllmFleet:
         self.gateway_url = ""
 
     def start(self, stores: list[Path | None]) -> None:
-        """One worker for each entry. Raises PeerLost."""
+        """Start one worker for each entry, then the gateway. Raises PeerLost."""
         for store in stores:
             self.spawn(store)
         urls = [worker.wait_ready() for worker in self.workers]
@@ -144,7 +145,7 @@ class VllmFleet:
         self.gateway_url = self._gateway.wait_ready(60)[0]
 
     def spawn(self, store: Path | None) -> VllmWorker:
-        """One more worker, not waited for."""
+        """Start one more worker, which is not waited for."""
         name = f"vllm-{len(self.workers)}"
         worker = VllmWorker(name, self._setup, self._folder, store)
         self.workers.append(worker)
@@ -166,7 +167,8 @@ class VllmFleet:
 
 
 def find_python(given: Path | None) -> Path:
-    """A Python with vLLM: the one given, .venv-vllm of this folder, or this one."""
+    """Find a Python with vLLM: the one given, .venv-vllm of this folder, or this one. Raises
+    InvalidInput when none has it."""
     import sys
 
     candidates = [given] if given is not None else [Path(".venv-vllm/bin/python").absolute()]

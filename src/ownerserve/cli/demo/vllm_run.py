@@ -1,4 +1,5 @@
-"""The demo over real vLLM workers: vLLM alone beside vLLM with OwnerServe, then a crash.
+"""This module runs the demo over real vLLM workers: vLLM alone beside vLLM with OwnerServe, then a
+crash.
 
 vllm          the workload over the gateway; what leaves vLLM's pool is lost
 ownerserve    the same with the connector; what leaves the pool comes back from the store
@@ -31,7 +32,7 @@ SAVED_S = 2.0
 
 
 class Crash(msgspec.Struct, frozen=True):
-    """One prompt on a worker that then died, and on the worker after it."""
+    """A crash has one prompt on a worker that then died, and on the worker after it."""
 
     prompt_tokens: int
     cached_before: int
@@ -41,7 +42,7 @@ class Crash(msgspec.Struct, frozen=True):
     max_logprob_difference: float
 
     def line(self) -> str:
-        """For people."""
+        """Return the line that tells people of it."""
         return (
             f"after kill -9 a new worker over the same store had {self.cached_after:,} of "
             f"{self.prompt_tokens:,} prompt tokens, first token and {ANSWER_TOKENS - 1} more in "
@@ -51,7 +52,7 @@ class Crash(msgspec.Struct, frozen=True):
 
 
 def write_model(folder: Path) -> Path:
-    """A tiny random Qwen3 with a byte tokenizer, as a checkpoint."""
+    """Write a tiny random Qwen3 with a byte tokenizer, as a checkpoint, and return its folder."""
     from transformers import Qwen3Config
     from transformers.utils import logging
 
@@ -93,7 +94,7 @@ def run_engine(
     transcript: Transcript,
     on_turn: Callable[[TurnAnswer], None],
 ) -> tuple[PolicyResult, list[TurnAnswer], Crash | None]:
-    """One column of the table. Raises PeerLost when a process dies that should not."""
+    """Run one column of the table. Raises PeerLost when a process dies that should not."""
     with tempfile.TemporaryDirectory(prefix="ownerserve-demo-") as place:
         folder = Path(place)
         stores = [folder / f"kv-{i}" if name == WITH_US else None for i in range(workers)]
@@ -116,7 +117,8 @@ def run_engine(
 
 
 def _crash(fleet: VllmFleet) -> Crash:
-    """A session's turn; kill -9; the same turn on a new worker over the dead one's store."""
+    """Run a session's turn; kill -9; run the same turn on a new worker over the dead one's
+    store."""
     worker = fleet.workers[0]
     prompt = [32 + (7 * i * i + i // 11) % 95 for i in range(PROMPT_TOKENS)]
     before = _complete(worker, prompt)
@@ -138,7 +140,7 @@ def _crash(fleet: VllmFleet) -> Crash:
 
 
 def _complete(worker: VllmWorker, prompt: list[int]) -> tuple[int, float, list[float]]:
-    """Cached tokens, milliseconds, logprobs."""
+    """Ask for a completion; return cached tokens, milliseconds, logprobs."""
     body = {
         "model": "demo",
         "prompt": prompt,

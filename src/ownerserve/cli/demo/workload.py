@@ -1,4 +1,5 @@
-"""A trace's sessions as conversations that can be sent: messages with text of the right length.
+"""This module makes a trace's sessions conversations that can be sent: messages with text of the
+right length.
 
 Keeps what decides re-use: how each agent's context grows and restarts, which heads sessions share,
 who waits for whom, tool gaps. One character is one token of the tiny models' byte-level tokenizer.
@@ -29,7 +30,8 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class DemoTurn(msgspec.Struct, frozen=True):
-    """One request: what it adds to its agent's context, after whom it goes and how long it waits.
+    """A turn is one request: what it adds to its agent's context, after whom it goes and how long
+    it waits.
 
     `restart`: the agent's context is dropped first (a compaction, or its first turn).
     """
@@ -43,7 +45,8 @@ class DemoTurn(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A session; turn i is released `gap_s` after the last turn named in its `after` ended."""
+    """A conversation is a session; turn i is released `gap_s` after the last turn named in its
+    `after` ended."""
 
     session: str
     start_s: float
@@ -51,7 +54,7 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 def unserved_s(conversation: Conversation) -> float:
-    """How long it takes when answers cost no time: arrivals and tool gaps."""
+    """Return how many seconds it takes when answers cost no time: arrivals and tool gaps."""
     ends: list[float] = []
     for turn in conversation.turns:
         ends.append(max((ends[i] for i in turn.after), default=0.0) + turn.gap_s)
@@ -59,14 +62,14 @@ def unserved_s(conversation: Conversation) -> float:
 
 
 def text_of(seed: str, length: int) -> str:
-    """`length` characters of filler, always the same for a seed."""
+    """Return `length` characters of filler, always the same for a seed."""
     digest = hashlib.sha256(seed.encode()).digest()
     rng = np.random.Generator(np.random.PCG64(int.from_bytes(digest[:8], "little")))
     return rng.choice(_ALPHABET, size=max(0, length)).tobytes().decode("ascii")
 
 
 def conversations(trace: Trace, *, time_scale: float) -> list[Conversation]:
-    """One conversation a session; recorded times are multiplied by `time_scale`."""
+    """Make one conversation a session; recorded times are multiplied by `time_scale`."""
     return [
         Conversation(session.id, session.start_s * time_scale, _turns(session, trace, time_scale))
         for session in trace.sessions
@@ -96,7 +99,7 @@ def _turns(session: TraceSession, trace: Trace, time_scale: float) -> tuple[Demo
 
 
 def _extends(before: TraceRequest, request: TraceRequest, block_tokens: int) -> bool:
-    """Whether a prompt is the one before it, the answer, and something more."""
+    """Return whether a prompt is the one before it, the answer, and something more."""
     if request.input_tokens < before.input_tokens + before.output_tokens:
         return False
     whole_blocks = before.input_tokens // block_tokens

@@ -1,1 +1,1 @@
-"""The commands `ownerserve directory ...`."""
+"""This package has the commands `ownerserve directory ...`."""

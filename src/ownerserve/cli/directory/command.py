@@ -1,4 +1,4 @@
-"""`ownerserve directory`: run the ownership directory, look at it, have it filled again."""
+"""`ownerserve directory` runs the ownership directory, looks at it, or has it filled again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ address_argument = click.argument("address", metavar="ADDRESS")
 
 
 class SystemClock:
-    """Seconds of this machine's life: leases don't jump when the wall clock is set."""
+    """The clock tells seconds of this machine's life: leases don't jump when the wall clock is
+    set."""
 
     def now(self) -> float:
         return time.monotonic()
@@ -263,7 +264,7 @@ def keys(out: Path) -> None:
 def _asking(
     address: str, key: FleetKey | None, *, timeout_s: float = TIMEOUT_S
 ) -> Iterator[DirectoryClient]:
-    """A client of the directory there. Raises InvalidInput when nobody answers."""
+    """Yield a client of the directory there. Raises InvalidInput when nobody answers."""
     check_address(address, key, field="ADDRESS")
     client = DirectoryClient(address, key=key, timeout_s=timeout_s)
     try:
@@ -277,7 +278,8 @@ def _asking(
 
 
 def _shared(backend: str, lease_s: float, min_replicas: int) -> Directory:
-    """Imported only here: the client library is an extra."""
+    """Open a shared backend, imported only here: the client library is an extra. Raises
+    InvalidInput without it."""
     try:
         from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
         from ownerserve.directory.valkey.primary import parse_source

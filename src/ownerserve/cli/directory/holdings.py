@@ -1,4 +1,5 @@
-"""What `ownerserve directory status` shows of one session, one prefix or one group."""
+"""This module shows what `ownerserve directory status` says of one session, one prefix or one
+group."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ Body: TypeAlias = dict[str, Any]
 
 
 def read_prefix(text: str, *, field: str) -> PrefixHash:
-    """A prefix hash in hex. Raises InvalidInput naming `field`."""
+    """Read a prefix hash in hex. Raises InvalidInput naming `field`."""
     try:
         found = bytes.fromhex(text)
     except ValueError:
@@ -45,7 +46,7 @@ def read_prefix(text: str, *, field: str) -> PrefixHash:
 
 
 def check_name(text: str, *, field: str) -> None:
-    """Refuses a session's or a group's name that no message can carry.
+    """Refuse a session's or a group's name that no message can carry.
 
     Raises InvalidInput naming `field` for bytes that are no UTF-8.
     """
@@ -56,7 +57,8 @@ def check_name(text: str, *, field: str) -> None:
 
 
 def session_body(directory: Directory, name: str) -> Body | None:
-    """What the directory says of the session: its owner and where its tip lies. None: not known."""
+    """Return what the directory says of the session: its owner and where its tip lies; None when it
+    is not known."""
     found = _asked(directory, FindSession(SessionId(name)))
     if not isinstance(found, SessionIs):
         return None
@@ -74,7 +76,8 @@ def session_body(directory: Directory, name: str) -> Body | None:
 
 
 def prefix_body(directory: Directory, prefix_hash: PrefixHash) -> Body:
-    """Where living copies of the prefix are, nearest tier first; none where nobody has any."""
+    """Return where living copies of the prefix are, nearest tier first; none where nobody has
+    any."""
     found = _asked(directory, Lookup((prefix_hash,)))
     body: Body = {"prefix_hash": prefix_hash.hex(), "copies": []}
     if not isinstance(found, Found):
@@ -97,8 +100,11 @@ def prefix_body(directory: Directory, prefix_hash: PrefixHash) -> Body:
 
 
 def wished_body(directory: Directory, prefix_hash: PrefixHash, place: str) -> Body:
-    """Write the wish down that the unit at `place` (WORKER or WORKER/RANK) held a copy. Raises
-    InvalidInput where nothing is known of the prefix, or nobody lives there."""
+    """Write the wish down that the unit at `place` (WORKER or WORKER/RANK) held a copy, and return
+    the units that are wanted.
+
+    Raises InvalidInput where nothing is known of the prefix, or nobody lives there.
+    """
     worker, _, rank = place.partition("/")
     is_rank = not rank or (rank.isascii() and rank.isdigit() and len(rank) <= RANK_DIGITS)
     if not worker or not worker.isprintable() or not is_rank:
@@ -119,7 +125,7 @@ def wished_body(directory: Directory, prefix_hash: PrefixHash, place: str) -> Bo
 
 
 def group_body(directory: Directory, name: str) -> Body:
-    """The group's prefixes, those first that most sessions came to stand on."""
+    """Return the group's prefixes, those first that most sessions came to stand on."""
     found = _asked(directory, FindGroup(name))
     members = found.members if isinstance(found, GroupIs) else ()
     return {
@@ -129,7 +135,7 @@ def group_body(directory: Directory, name: str) -> Body:
 
 
 def session_table(body: Body | None) -> Table:
-    """The same for people."""
+    """Make the table of a session's body, for people."""
     if body is None:
         return _table("session", [("it", "is not known")])
     owner = body["owner"] if body["owner_live"] else f"{body['owner']}, whose lease is over"
@@ -143,12 +149,12 @@ def session_table(body: Body | None) -> Table:
 
 
 def prefix_table(body: Body) -> Table:
-    """The same for people."""
+    """Make the table of a prefix's body, for people."""
     return _table("prefix", _rows(body) or [("it", "is held by nobody")])
 
 
 def group_table(body: Body) -> Table:
-    """The same for people."""
+    """Make the table of a group's body, for people."""
     table = Table(title=f"group {escape(body['name'])}", title_justify="left")
     for column in ("prefix", "uses", "tokens", "copies"):
         table.add_column(column)
@@ -186,7 +192,7 @@ def _unit(unit: RoutingUnit) -> str:
 
 
 def _asked(directory: Directory, request: Request) -> Outcome:
-    """Raises PeerLost where the directory does not answer now."""
+    """Ask the directory and return its outcome. Raises PeerLost where it does not answer now."""
     (outcome,) = directory.execute([request])
     if isinstance(outcome, Refused):
         raise PeerLost(f"the directory answers {outcome.reason}")

@@ -1,4 +1,4 @@
-"""Waiting for a directory that has forgotten all to be filled again by its workers."""
+"""This module waits for a directory that has forgotten all to be filled again by its workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET_S = 1.0
 
 
 class DirectorySize(msgspec.Struct, frozen=True):
-    """How much a directory knows. A shared backend tells `records` alone."""
+    """The size is how much a directory knows. A shared backend tells `records` alone."""
 
     records: int
     sessions: int | None = None
@@ -25,7 +25,8 @@ class DirectorySize(msgspec.Struct, frozen=True):
 
 
 class Rebuilt(msgspec.Struct, frozen=True):
-    """`took_s`: until the last record came. `is_open`: it makes new owners again."""
+    """A rebuilt directory is described before and after. `took_s`: until the last record came.
+    `is_open`: it makes new owners again."""
 
     before: DirectorySize
     after: DirectorySize
@@ -34,7 +35,7 @@ class Rebuilt(msgspec.Struct, frozen=True):
 
 
 def known(status: DirectoryStatus) -> DirectorySize:
-    """What a status says of that."""
+    """Return how much a directory knows, by its status."""
     records = status.records
     if records is None:
         return DirectorySize(status.keys or 0)
@@ -45,8 +46,10 @@ def known(status: DirectoryStatus) -> DirectorySize:
 def rebuild(
     client: DirectoryClient, status: DirectoryStatus, *, wait_s: float, console: Console
 ) -> tuple[DirectoryStatus, Rebuilt]:
-    """Have the directory, which was as `status` says, forget all, and follow how it is filled, at
-    most `wait_s`. Raises PeerLost where it does not answer."""
+    """Have the directory, which was as `status` says, forget all, and follow how it is filled.
+
+    Waits at most `wait_s`. Raises PeerLost where it does not answer.
+    """
     before = known(status)
     began_s = last_s = time.monotonic()
     status = client.forget()

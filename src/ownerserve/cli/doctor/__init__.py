@@ -1,4 +1,4 @@
-"""`ownerserve doctor`: what is installed, reachable, misconfigured, and the mend."""
+"""`ownerserve doctor` tells what is installed, reachable, misconfigured, and the mend."""
 
 from ownerserve.cli.doctor.command import command
 

@@ -1,4 +1,4 @@
-"""The `doctor` command: which checks run, and how they are printed."""
+"""The `doctor` command says which checks run, and how they are printed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _machine(store: Path | None) -> list[CheckResult]:
 
 
 def _launcher(python: Path, asked: engine.EnginePython) -> str:
-    """What starts a server there, by its shortest name."""
+    """Return what starts a server there, by its shortest name."""
     if not asked.has_command:
         return f"{python} -m {SERVER_MODULE} --model"
     beside = python.parent / "vllm"

@@ -1,4 +1,4 @@
-"""Checks of an engine's Python, which need not be this one: it is asked in a subprocess.
+"""This module checks an engine's Python, which need not be this one: it is asked in a subprocess.
 
 What is asked imports neither torch nor vLLM: reading what pip left is quick and can't crash.
 """
@@ -50,7 +50,7 @@ ASK_TIMEOUT_S = 60.0
 
 
 class EnginePython(msgspec.Struct, frozen=True, kw_only=True):
-    """What an interpreter says of itself. Versions are empty where nothing is installed."""
+    """This is what an interpreter says of itself. Versions are empty where nothing is installed."""
 
     python: str
     torch: str
@@ -65,7 +65,7 @@ class EnginePython(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ask(python: Path) -> EnginePython:
-    """Raises InvalidInput when it does not run."""
+    """Ask the interpreter what it has. Raises InvalidInput when it does not run."""
     mend = "name the Python that vLLM is installed in"
     try:
         run = subprocess.run(
@@ -80,7 +80,7 @@ def ask(python: Path) -> EnginePython:
 
 
 def installed(python: Path, engine: EnginePython) -> Iterator[CheckResult]:
-    """torch, vLLM and OwnerServe beside each other."""
+    """Check torch, vLLM and OwnerServe beside each other."""
     torch = engine.torch or "not installed"
     yield CheckResult("torch", Level.OK if engine.torch else Level.WARN, torch)
     yield _vllm(python, engine)
@@ -112,7 +112,7 @@ def _vllm(python: Path, engine: EnginePython) -> CheckResult:
 
 
 def environment(engine: EnginePython) -> Iterator[CheckResult]:
-    """What the environment of a worker decides."""
+    """Check what the environment of a worker decides."""
     if not engine.has_entry_point:
         mend = "install ownerserve with pip there: a PYTHONPATH has no entry points"
         found = "no /ownerserve/* on vLLM's port"
@@ -131,7 +131,7 @@ def environment(engine: EnginePython) -> Iterator[CheckResult]:
 
 
 def block_hash(algorithm: str, engine: EnginePython) -> CheckResult:
-    """Whether two workers give one block the same name."""
+    """Check whether two workers give one block the same name."""
     if not algorithm.startswith("xxhash") or engine.hash_seed not in (None, "random"):
         return CheckResult("block hash", Level.OK, f"{algorithm}: alike on all workers")
     mend = "PYTHONHASHSEED=0 on every worker, or --prefix-caching-hash-algo sha256_cbor"
@@ -141,7 +141,8 @@ def block_hash(algorithm: str, engine: EnginePython) -> CheckResult:
 
 
 def events(endpoint: str) -> CheckResult:
-    """The trap of vLLM's event publisher."""
+    """Check for the trap of vLLM's event publisher: an endpoint that it connects to, and so loses
+    every event."""
     if binds(endpoint):
         return CheckResult("event endpoint", Level.OK, f"{endpoint}: vLLM binds it")
     found = f"{endpoint}: vLLM connects to it instead of binding, and every event is lost"
@@ -149,7 +150,7 @@ def events(endpoint: str) -> CheckResult:
 
 
 def transfer(text: str) -> Iterator[CheckResult]:
-    """A `--kv-transfer-config` in use, given as JSON or as a file."""
+    """Check a `--kv-transfer-config` in use, given as JSON or as a file."""
     try:
         given = json.loads(Path(text).read_text() if not text.lstrip().startswith("{") else text)
         if not isinstance(given, Mapping):
@@ -164,7 +165,7 @@ def transfer(text: str) -> Iterator[CheckResult]:
 
 
 def model(directory: Path) -> tuple[CheckResult, dict[str, Any] | None]:
-    """A checkpoint's folder, and its config."""
+    """Check a checkpoint's folder, and return its config; None when it can't be read."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text())

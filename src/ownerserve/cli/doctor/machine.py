@@ -1,4 +1,4 @@
-"""Checks of this machine: what it lends to a store, to shared memory, to sockets."""
+"""This module checks what this machine lends to a store, to shared memory, to sockets."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ REDIS_PORT = 6379
 
 
 def python() -> CheckResult:
-    """This interpreter; pip lets no older one than 3.11 have us."""
+    """Show this interpreter's version; pip lets no older one than 3.11 have us."""
     version = ".".join(map(str, sys.version_info[:3]))
     return CheckResult("python", Level.OK, version)
 
 
 def memory() -> CheckResult:
-    """What can be had without swapping."""
+    """Check how much memory can be had without swapping."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     found = f"{format_bytes(free)} available"
@@ -39,7 +39,7 @@ def memory() -> CheckResult:
 
 
 def shared_memory(path: str = "/dev/shm") -> CheckResult:
-    """Where engine processes of one machine share tensors."""
+    """Check the room where engine processes of one machine share tensors."""
     try:
         size = shutil.disk_usage(path).free
     except OSError as error:
@@ -54,7 +54,7 @@ def shared_memory(path: str = "/dev/shm") -> CheckResult:
 
 
 def open_files() -> CheckResult:
-    """A gateway holds two sockets a running request."""
+    """Check the limit of open files: a gateway holds two sockets a running request."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
         return CheckResult("open files", Level.OK, f"ulimit -n {soft}")
@@ -63,7 +63,7 @@ def open_files() -> CheckResult:
 
 
 def store(directory: Path) -> Iterator[CheckResult]:
-    """Whether artifacts can be kept there, and past the page cache."""
+    """Check whether artifacts can be kept there, and past the page cache."""
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield CheckResult(
@@ -79,7 +79,7 @@ def store(directory: Path) -> Iterator[CheckResult]:
 
 
 def _direct(directory: Path) -> CheckResult:
-    """One block written past the page cache."""
+    """Check that one block can be written past the page cache."""
     probe = directory / f".ownerserve-doctor-{os.getpid()}"
     try:
         fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
@@ -97,7 +97,7 @@ def _direct(directory: Path) -> CheckResult:
 
 
 def redis(url: str) -> CheckResult:
-    """Whether a Redis or Valkey answers a PING; a password wish is an answer too."""
+    """Check whether a Redis or Valkey answers a PING; a password wish is an answer too."""
     try:
         parts = urlsplit(url if "//" in url else f"redis://{url}")
         server, port = parts.hostname or "localhost", parts.port or REDIS_PORT

@@ -1,1 +1,1 @@
-"""The commands `ownerserve simulate` and `ownerserve evaluate`."""
+"""This package has the commands `ownerserve simulate` and `ownerserve evaluate`."""

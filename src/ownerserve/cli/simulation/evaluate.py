@@ -1,4 +1,4 @@
-"""`ownerserve evaluate`: every claim of the seeds, tested on traces, in one report."""
+"""`ownerserve evaluate` tests every claim of the seeds on traces, in one report."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _body(report: EvaluationReport, suite: str, scale: Scale) -> dict[str, Any]:
 
 @contextmanager
 def _progress(console: Console, total: int) -> Iterator[Any]:
-    """A bar over all runs; nothing when no terminal looks on."""
+    """Yield a bar over all runs; it shows nothing when no terminal looks on."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

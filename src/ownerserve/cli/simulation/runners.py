@@ -1,4 +1,4 @@
-"""Where a command's runs go: this machine's cores, or a Ray cluster."""
+"""This module says where a command's runs go: this machine's cores, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def runner_options(command: Command) -> Command:
-    """`--jobs` and `--ray`."""
+    """Add the options `--jobs` and `--ray`."""
     jobs = click.option(
         "--jobs", type=click.IntRange(0, 1024), default=0, help="Runs at once.  [one a core]"
     )
@@ -29,7 +29,7 @@ def runner_options(command: Command) -> Command:
 
 
 def runner_of(jobs: int, ray: str | None) -> TaskRunner:
-    """The runner that the options name. Raises InvalidInput."""
+    """Return the runner that the options name. Raises InvalidInput."""
     if ray is None:
         return partial(run_tasks, processes=jobs)
     if jobs:

@@ -1,4 +1,4 @@
-"""`ownerserve simulate`: policies on a trace, in seconds instead of GPU hours."""
+"""`ownerserve simulate` replays a trace against policies, in seconds instead of GPU hours."""
 
 from __future__ import annotations
 
@@ -203,13 +203,13 @@ def command(
 
 
 def _warn(console: Console, lines: list[str]) -> None:
-    """Beside the table, so that it stands wherever the table does."""
+    """Print the lines beside the table, so that they stand wherever the table does."""
     for line in lines:
         console.print(line, style="yellow", highlight=False)
 
 
 def _policies(given: Sequence[str], abilities: EngineAbilities) -> list[str]:
-    """The policies that are named; `all` is all that such engines can carry out."""
+    """Return the policies that are named; `all` is all that such engines can carry out."""
     names = [name.strip() for text in given for name in text.split(",")]
     if "all" in names:
         splits = PlacementAction.REMOTE_PREFILL in granted(abilities).actions
@@ -316,7 +316,7 @@ def _simulate(
 
 @contextmanager
 def _progress(console: Console, what: str, total: int) -> Iterator[Any]:
-    """A bar; nothing when no terminal looks on."""
+    """Yield a bar; it shows nothing when no terminal looks on."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal

@@ -1,1 +1,2 @@
-"""Figures of the evaluation: each a function from plain data to a matplotlib Figure."""
+"""This package has the figures of the evaluation: each is a function from plain data to a
+matplotlib Figure."""

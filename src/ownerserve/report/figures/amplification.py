@@ -1,5 +1,8 @@
-"""Dispatch coupling: figure 1 (wall clock over trace time, by policy) and figure 8 (the measured
-points beside the law 1 / (1 - Lambda N W'(L*)))."""
+"""This module draws dispatch coupling.
+
+Figure 1 is wall clock over trace time, by policy; figure 8 sets the measured points beside the law
+1 / (1 - Lambda N W'(L*)).
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ LAW = r"$1\,/\,(1-\Lambda N W'(L^*))$"
 
 
 class Amplification(msgspec.Struct, frozen=True):
-    """Policy -> makespan / trace span (wall_clock_factor)."""
+    """The data of figure 1 has makespan / trace span (wall_clock_factor) for each policy."""
 
     title: str
     factors: dict[str, float | None]
 
 
 def amplification(data: Amplification) -> Figure:
-    """Bars, and the line y = 1: as fast as the trace."""
+    """Draw a bar for each policy, and the line y = 1: as fast as the trace."""
     figure = canvas(1.3 + 0.34 * len(data.factors))
     axes = figure.add_subplot()
     horizontal_bars(axes, data.factors)
@@ -33,7 +36,7 @@ def amplification(data: Amplification) -> Figure:
 
 
 class CoupledPoint(msgspec.Struct, frozen=True):
-    """One run: W, the gain Lambda N W'(L*) and the amplification that it showed."""
+    """A point is one run: W, the gain Lambda N W'(L*) and the amplification that it showed."""
 
     policy: str
     turn_s: float
@@ -47,7 +50,8 @@ class Coupled(msgspec.Struct, frozen=True):
 
 
 def coupled(data: Coupled) -> Figure:
-    """Left: the law against the gain. Right: the seed's axes, amplification against turn time."""
+    """Draw two panels. Left: the law against the gain. Right: the seed's axes, amplification
+    against turn time."""
     figure = canvas(4.3)
     law = figure.add_subplot(1, 2, 1)
     seed = figure.add_subplot(1, 2, 2, sharey=law)

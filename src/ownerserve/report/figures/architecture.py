@@ -1,4 +1,5 @@
-"""Figure 5: router with its session table, symmetric workers, and the path of a migration."""
+"""This module draws figure 5: router with its session table, symmetric workers, and the path of a
+migration."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ MOST_WORKERS = 4
 
 
 class Architecture(msgspec.Struct, frozen=True):
-    """`sessions`: what the router's table shows, session -> worker. `migration`: source, target and
-    the session that moves. At most four workers are drawn, the last standing for the rest."""
+    """The data of figure 5 is what its boxes show.
+
+    `sessions`: what the router's table shows, session -> worker. `migration`: source, target and
+    the session that moves. At most four workers are drawn, the last standing for the rest.
+    """
 
     workers: list[str]
     sessions: dict[str, str]
@@ -23,7 +27,7 @@ class Architecture(msgspec.Struct, frozen=True):
 
 
 def architecture(data: Architecture) -> Figure:
-    """Boxes and arrows on a plane of 100 x 62."""
+    """Draw boxes and arrows on a plane of 100 x 62."""
     figure = canvas(5.6)
     axes = figure.add_subplot()
     axes.set_xlim(0, 100)

@@ -1,5 +1,8 @@
-"""Maps of numbers: figure 10 (pending prefill by worker and time, moves as arrows) and the matrix
-of P and D workers beside the hybrid fleet of as many."""
+"""This module draws maps of numbers.
+
+Figure 10 is pending prefill by worker and time, with moves as arrows; the matrix sets P and D
+workers beside the hybrid fleet of as many.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ COLOURS = "cividis"
 
 
 class MoveAt(msgspec.Struct, frozen=True):
-    """Workers by index."""
+    """A move goes from one worker to another at an instant; workers are indices."""
 
     at_s: float
     source: int
@@ -24,7 +27,8 @@ class MoveAt(msgspec.Struct, frozen=True):
 
 
 class HeatMap(msgspec.Struct, frozen=True):
-    """`pending_prefill_tokens`: a row a worker, a number for each of `times_s`."""
+    """The data of figure 10 has in `pending_prefill_tokens` a row a worker, a number for each of
+    `times_s`."""
 
     title: str
     times_s: list[float]
@@ -33,7 +37,8 @@ class HeatMap(msgspec.Struct, frozen=True):
 
 
 def heat_map(data: HeatMap) -> Figure:
-    """Linear from zero to the 99.5th percentile, so that one peak does not blind the rest."""
+    """Draw the map, linear from zero to the 99.5th percentile, so that one peak does not blind the
+    rest."""
     shape = (len(data.pending_prefill_tokens), len(data.times_s))
     pending = np.array(data.pending_prefill_tokens, dtype=np.float64).reshape(shape)
     figure = canvas(1.7 + 0.3 * min(len(pending), 24))
@@ -77,7 +82,8 @@ def heat_map(data: HeatMap) -> Figure:
 
 
 class Split(msgspec.Struct, frozen=True):
-    """One static fleet. `value` None: it could not serve the trace; `note` is printed below it."""
+    """A split is one static fleet. `value` None: it could not serve the trace; `note` is printed
+    below it."""
 
     prefill: int
     decode: int
@@ -86,7 +92,8 @@ class Split(msgspec.Struct, frozen=True):
 
 
 class SplitMatrix(msgspec.Struct, frozen=True):
-    """`hybrid`: workers in all -> the same metric of that many PD-hybrid ones."""
+    """The data of the matrix has in `hybrid` workers in all -> the same metric of that many
+    PD-hybrid ones."""
 
     title: str
     metric: str
@@ -96,8 +103,11 @@ class SplitMatrix(msgspec.Struct, frozen=True):
 
 
 def split_matrix(data: SplitMatrix) -> Figure:
-    """A cell is a static split, coloured by how it stands to the hybrid fleet of as many workers:
-    the ratio stands under the number, and a frame says that the static one is better."""
+    """Draw a cell for each static split, coloured by how it stands to the hybrid fleet of as many
+    workers.
+
+    The ratio stands under the number, and a frame says that the static one is better.
+    """
     most = max((max(split.prefill, split.decode) for split in data.splits), default=1)
     figure = canvas(1.6 + 0.62 * most, 1.9 + 1.02 * most)
     axes = figure.add_subplot()

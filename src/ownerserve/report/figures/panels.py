@@ -1,5 +1,8 @@
-"""Panels of bars, one metric a panel and one bar a policy: figures 4 (three baselines, three
-failures), 6 (end to end), 7 (ablation of the two pillars) and seed 001 §5.3's rows."""
+"""This module draws panels of bars, one metric a panel and one bar a policy.
+
+So are figures 4 (three baselines, three failures), 6 (end to end), 7 (ablation of the two pillars)
+and seed 001 §5.3's rows.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ from ownerserve.report.figures.style import GREEN, grid_of, horizontal_bars, sho
 
 
 class Panel(msgspec.Struct, frozen=True):
-    """`values`: policy -> number, None where it does not tell. `better`: "lower" or "higher".
-    `reference`: a line across (a bound, a goal) and what it is."""
+    """A panel is one metric of all policies.
+
+    `values`: policy -> number, None where it does not tell. `better`: "lower" or "higher".
+    `reference`: a line across (a bound, a goal) and what it is.
+    """
 
     title: str
     unit: str
@@ -28,7 +34,7 @@ class Panels(msgspec.Struct, frozen=True):
 
 
 def panels(data: Panels) -> Figure:
-    """Every panel has its own scale, from zero."""
+    """Draw the panels, each on its own scale, from zero."""
     most = max((len(panel.values) for panel in data.panels), default=1)
     figure, axes = grid_of(
         len(data.panels), columns=min(data.columns, len(data.panels)), height_in=0.9 + 0.25 * most

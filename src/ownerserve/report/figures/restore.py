@@ -1,4 +1,5 @@
-"""What bringing state back costs under each way of keeping it (full, zero, periodic SWA, ...)."""
+"""This module draws what bringing state back costs under each way of keeping it (full, zero,
+periodic SWA, ...)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ PARTS = (("queue", GREEN, ".."), ("load", BLUE, ""), ("recompute", VERMILLION, "
 
 
 class Restored(msgspec.Struct, frozen=True):
-    """Means a restored turn, and what was written to have it."""
+    """This data has the means of one way a restored turn, and what was written to have it."""
 
     queue_ms: float
     load_ms: float
@@ -27,7 +28,8 @@ class RestorePolicies(msgspec.Struct, frozen=True):
 
 
 def restore_policies(data: RestorePolicies) -> Figure:
-    """Left: time in its three parts. Right: what the SSD was made to write for it."""
+    """Draw two panels. Left: time in its three parts. Right: what the SSD was made to write for
+    it."""
     names = list(data.policies)
     figure, (times, written) = grid_of(2, columns=2, height_in=1.5 + 0.34 * len(names))
     figure.suptitle(data.title)

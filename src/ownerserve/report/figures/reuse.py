@@ -1,4 +1,5 @@
-"""Figure 2: where a trace's re-use comes from, and how unevenly sessions share its input."""
+"""This module draws figure 2: where a trace's re-use comes from, and how unevenly sessions share
+its input."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ SOURCES = (
 
 
 class ReuseShares(msgspec.Struct, frozen=True):
-    """Shares of all re-usable tokens; they add up to 1."""
+    """The shares are of all re-usable tokens; they add up to 1."""
 
     intra_session: float
     cross_session: float
@@ -24,16 +25,21 @@ class ReuseShares(msgspec.Struct, frozen=True):
 
 
 class ReuseTopology(msgspec.Struct, frozen=True):
-    """`splits` by trace (the seed's own numbers may stand among them). `inputs`: trace -> input
-    tokens of each session."""
+    """The data of figure 2 stands by trace.
+
+    `splits` by trace (the seed's own numbers may stand among them). `inputs`: trace -> input tokens
+    of each session.
+    """
 
     splits: dict[str, ReuseShares]
     inputs: dict[str, list[int]]
 
 
 def reuse_topology(data: ReuseTopology) -> Figure:
-    """Left: stacked shares. Right: share of all input in the largest x % of sessions, with the top
-    1 % marked."""
+    """Draw two panels: stacked shares, and how the input is spread over sessions.
+
+    The right one is the share of all input in the largest x % of sessions, with the top 1 % marked.
+    """
     figure, (split, skew) = grid_of(2, columns=2, height_in=4.2)
     names = list(data.splits)
     left = np.zeros(len(names))

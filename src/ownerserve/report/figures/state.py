@@ -1,4 +1,5 @@
-"""What a session's state is made of, by model, and how many sessions fit in how much memory."""
+"""This module draws what a session's state is made of, by model, and how many sessions fit in how
+much memory."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ GIB = float(1 << 30)
 
 
 class StateBreakdown(msgspec.Struct, frozen=True):
-    """`models`: model -> component -> bytes of one session at `context_tokens`. `dense`: model ->
-    bytes of the same in a dense layout (every layer an entry a token)."""
+    """The data of the breakdown is bytes of one session at `context_tokens`.
+
+    `models`: model -> component -> bytes. `dense`: model -> bytes of the same in a dense layout
+    (every layer an entry a token).
+    """
 
     context_tokens: int
     models: dict[str, dict[str, int]]
@@ -23,7 +27,8 @@ class StateBreakdown(msgspec.Struct, frozen=True):
 
 
 def state_breakdown(data: StateBreakdown) -> Figure:
-    """Stacked bars, largest model first; the total, and what a dense layout takes, beside each."""
+    """Draw stacked bars, largest model first; the total, and what a dense layout takes, stand
+    beside each."""
     models = sorted(data.models, key=lambda name: -sum(data.models[name].values()))
     components = list(dict.fromkeys(part for name in models for part in data.models[name]))
     figure = canvas(1.4 + 0.42 * len(models))
@@ -56,7 +61,8 @@ def state_breakdown(data: StateBreakdown) -> Figure:
 
 
 class SessionsByMemory(msgspec.Struct, frozen=True):
-    """`lines`: name (a model, or a layout of it) -> sessions that fit, at each of `hbm_bytes`."""
+    """The data of the lines has, for each name (a model, or a layout of it), the sessions that fit
+    at each of `hbm_bytes`."""
 
     context_tokens: int
     hbm_bytes: list[int]
@@ -64,7 +70,8 @@ class SessionsByMemory(msgspec.Struct, frozen=True):
 
 
 def sessions_by_memory(data: SessionsByMemory) -> Figure:
-    """Logarithmic both ways: a layout that takes a tenth is a parallel line, ten times higher."""
+    """Draw the lines, logarithmic both ways: a layout that takes a tenth is a parallel line, ten
+    times higher."""
     figure = canvas(4.6)
     axes = figure.add_subplot()
     sizes = [size / GIB for size in data.hbm_bytes]

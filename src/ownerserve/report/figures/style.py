@@ -1,4 +1,4 @@
-"""How every figure looks, and how it is written: PNG, SVG and the data behind it.
+"""This module says how every figure looks, and writes it: PNG, SVG and the data behind it.
 
 Owns colours, fonts and the writer. No pyplot: a figure is an object, nothing global is left behind.
 Colours are Okabe and Ito's (told apart by all common kinds of colour blindness); what matters is
@@ -61,7 +61,7 @@ Draw: TypeAlias = Callable[[Any], Figure]
 
 
 class Written(msgspec.Struct, frozen=True):
-    """Where one figure's files lie."""
+    """A written figure has three files; these are their paths."""
 
     png: Path
     svg: Path
@@ -85,14 +85,14 @@ def write(name: str, draw: Draw, data: msgspec.Struct, folder: Path) -> Written:
 
 
 def canvas(height_in: float, width_in: float = WIDTH_IN) -> Figure:
-    """An empty figure that keeps its parts apart by itself."""
+    """Make an empty figure that keeps its parts apart by itself."""
     figure = Figure(figsize=(width_in, height_in), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def grid_of(count: int, *, columns: int, height_in: float) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels, `columns` in a row, each row `height_in` high."""
+    """Make a figure of `count` panels, `columns` in a row, each row `height_in` inches high."""
     rows = -(-count // columns)
     figure = canvas(height_in * rows)
     axes = [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
@@ -100,7 +100,8 @@ def grid_of(count: int, *, columns: int, height_in: float) -> tuple[Figure, list
 
 
 def colour_of(policy: str) -> str:
-    """Bars: OwnerServe's own policies stand out, a bound is dark, all others are grey."""
+    """Return a policy's colour for bars: OwnerServe's own stand out, a bound is dark, all others
+    are grey."""
     if policy.startswith(BOUND):
         return INK
     if policy.startswith(OURS[0]):
@@ -109,7 +110,7 @@ def colour_of(policy: str) -> str:
 
 
 def looks(names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
-    """Lines: a colour and a marker for each of at most eight names; the first that is OwnerServe
+    """Return a colour and a marker for each of at most eight lines; the first that is OwnerServe
     always has the same."""
     others = [index for index, colour in enumerate(CYCLE) if colour != VERMILLION]
     ours = next((name for name in names if name.startswith(OURS[0])), None)
@@ -121,12 +122,12 @@ def looks(names: Sequence[str]) -> Mapping[str, dict[str, Any]]:
 
 
 def short(value: float) -> str:
-    """Three digits, all before the point: 0.123, 7.35, 67,000."""
+    """Write a number with three digits, all before the point: 0.123, 7.35, 67,000."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def horizontal_bars(axes: Axes, values: Mapping[str, float | None]) -> None:
-    """A bar a name, first on top, its number beside it; "n/a" where there is none."""
+    """Draw a bar a name, first on top, its number beside it; "n/a" where there is none."""
     names = list(values)
     lengths = [values[name] or 0.0 for name in names]
     axes.barh(names, lengths, color=[colour_of(name) for name in names], height=0.7)

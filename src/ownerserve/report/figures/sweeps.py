@@ -1,4 +1,5 @@
-"""Curves over a swept setting: figure 9's small multiples, and seed 003's capacity cliff."""
+"""This module draws curves over a swept setting: figure 9's small multiples, and seed 003's
+capacity cliff."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ from ownerserve.report.figures.style import INK, grid_of, looks
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """`lines`: name -> a number for each of `x`, None where the run told none. `scale`: "linear"
-    or "log" (of x). `chosen`: the value that is the default."""
+    """A sweep is one setting and the metric over it.
+
+    `lines`: name -> a number for each of `x`, None where the run told none. `scale`: "linear" or
+    "log" (of x). `chosen`: the value that is the default.
+    """
 
     title: str
     x_label: str
@@ -29,7 +33,7 @@ class Sweeps(msgspec.Struct, frozen=True):
 
 
 def sweeps(data: Sweeps) -> Figure:
-    """A panel a sweep; a name has one colour and marker on all of them, and one legend."""
+    """Draw a panel a sweep; a name has one colour and marker on all of them, and one legend."""
     columns = min(data.columns, len(data.sweeps))
     figure, axes = grid_of(
         len(data.sweeps), columns=columns, height_in=2.7 if len(data.sweeps) > columns else 3.6

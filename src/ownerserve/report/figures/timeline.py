@@ -1,5 +1,8 @@
-"""Figure 3: who waits for whom. Beside a user who reads, a slow turn is lost in the pause; in an
-agent's loop the next turn starts when the last one ends, so it pushes all others back."""
+"""This module draws figure 3: who waits for whom.
+
+Beside a user who reads, a slow turn is lost in the pause; in an agent's loop the next turn starts
+when the last one ends, so it pushes all others back.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ KINDS = {
 
 
 class TimelineSpan(msgspec.Struct, frozen=True):
-    """`kind`: "turn", "human" or "tool"."""
+    """A span is a stretch of a lane. `kind`: "turn", "human" or "tool"."""
 
     kind: str
     from_s: float
@@ -25,20 +28,20 @@ class TimelineSpan(msgspec.Struct, frozen=True):
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """`lanes`: label -> its spans, in order."""
+    """A timeline is one panel. `lanes`: label -> its spans, in order."""
 
     title: str
     lanes: dict[str, list[TimelineSpan]]
 
 
 class Coupling(msgspec.Struct, frozen=True):
-    """One panel each, on one time axis."""
+    """The data of figure 3 is a panel for each timeline, on one time axis."""
 
     timelines: list[Timeline]
 
 
 def coupling_timeline(data: Coupling) -> Figure:
-    """Lanes of spans; at a lane's end, how many turns it did and how long it took."""
+    """Draw lanes of spans; at a lane's end stands how many turns it did and how long it took."""
     most = max((len(timeline.lanes) for timeline in data.timelines), default=1)
     figure, axes = grid_of(len(data.timelines), columns=1, height_in=1.1 + 0.36 * most)
     ends = [

@@ -26,7 +26,7 @@ class SimSegment(msgspec.Struct, eq=False):
 
 
 class Segments:
-    """The segments of one drive. `written_bytes` counts compaction too."""
+    """The segments are all those of one drive. `written_bytes` counts compaction too."""
 
     def __init__(self, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> None:
         self.appended_bytes = 0

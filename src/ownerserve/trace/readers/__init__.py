@@ -1,1 +1,2 @@
-"""One file a foreign format. A reader only translates: lines in, a Trace out, faults reported."""
+"""This package has one file for each foreign format. A reader only translates: lines in, a Trace
+out, faults reported."""

@@ -1,4 +1,4 @@
-"""Azure's LLM inference traces (2023, 2024): arrivals and lengths, nothing else.
+"""This module reads Azure's LLM inference traces (2023, 2024): arrivals and lengths, nothing else.
 
 CSV with the header `TIMESTAMP,ContextTokens,GeneratedTokens`. No sessions and no prefixes.
 """

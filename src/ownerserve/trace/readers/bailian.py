@@ -1,4 +1,4 @@
-"""Qwen-Bailian usage traces: one request a line, conversations by parent links.
+"""This module reads Qwen-Bailian usage traces: one request a line, conversations by parent links.
 
 `chat_id`, `parent_chat_id` (-1 for a root), `turn`, `type`, `timestamp` in s, `hash_ids` of
 16-token blocks. A conversation is the tree under a root; a parent that is not in the file (the

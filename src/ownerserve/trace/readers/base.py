@@ -1,4 +1,4 @@
-"""What every reader is, and the three helpers most of them need."""
+"""This module says what every reader is, and has the helpers most of them need."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ Row = TypeVar("Row")
 
 
 class FirstRecord(msgspec.Struct, frozen=True):
-    """The first usable record of a file, for sniffing: its JSON keys, or its text when no JSON."""
+    """The first usable record of a file serves for sniffing: its JSON keys, or its text when it is
+    no JSON."""
 
     keys: frozenset[str]
     text: str
 
 
 class Reader(Protocol):
-    """Reads one format. `name` is what `--format` takes, `about` one line for its help."""
+    """A reader reads one format. `name` is what `--format` takes, `about` one line for its help."""
 
     name: str
     about: str
 
     def claims(self, head: FirstRecord) -> bool:
-        """Whether a file that begins with `head` is of this format; no two readers may agree."""
+        """Return whether a file that begins with `head` is of this format; no two readers may
+        agree."""
         ...
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
-        """A trace without a name; a record that can't be used is reported and left out."""
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         ...
 
 
 def decode_each(
     decoder: msgspec.json.Decoder[Row], lines: Iterable[TraceLine], problems: Problems
 ) -> Iterator[tuple[TraceLine, Row]]:
-    """Every line that is what the decoder expects; the others are reported."""
+    """Yield every line that is what the decoder expects; the others are reported."""
     for line in lines:
         try:
             row = decoder.decode(line.data)
@@ -50,7 +52,7 @@ def decode_each(
 
 
 def head_of(line: TraceLine) -> FirstRecord | None:
-    """What a record looks like, or None when it is broken."""
+    """Return what a record looks like, or None when it is broken."""
     text = line.data[:4096].decode("utf-8", "replace")
     if not text.lstrip().startswith(("{", "[")):
         return FirstRecord(frozenset(), text)
@@ -62,7 +64,7 @@ def head_of(line: TraceLine) -> FirstRecord | None:
 
 
 class Chainer:
-    """Makes ids chained: the same key after a different prefix becomes another id.
+    """A chainer makes ids chained: the same key after a different prefix becomes another id.
 
     New ids count up in order of first sight, so keys that were chained and so numbered already
     come out as they went in, and blocks first seen together become one run.
@@ -72,7 +74,7 @@ class Chainer:
         self._node_of: dict[tuple[int, object], int] = {}
 
     def runs(self, keys: Iterable[object]) -> Runs:
-        """The chained ids of a prompt's blocks."""
+        """Return the chained ids of a prompt's blocks."""
         return encode(self._nodes(keys))
 
     def _nodes(self, keys: Iterable[object]) -> Iterator[int]:
@@ -83,7 +85,7 @@ class Chainer:
 
 
 def in_order(requests: Mapping[str, list[TraceRequest]]) -> tuple[TraceSession, ...]:
-    """Sessions of requests whose `start_s` is absolute, in order of their first request."""
+    """Make sessions of requests whose `start_s` is absolute, in order of their first request."""
     sessions = []
     for session_id, members in requests.items():
         members.sort(key=lambda request: request.start_s)
@@ -97,7 +99,7 @@ def in_order(requests: Mapping[str, list[TraceRequest]]) -> tuple[TraceSession, 
 
 
 def blocks_fit(runs_blocks: int, block_tokens: int, input_tokens: int) -> str | None:
-    """Why a number of blocks does not fit a prompt's length, or None.
+    """Return why a number of blocks does not fit a prompt's length, or None.
 
     A prompt has floor(input / block) full blocks and may list its last, partial one.
     """
@@ -108,7 +110,8 @@ def blocks_fit(runs_blocks: int, block_tokens: int, input_tokens: int) -> str | 
 
 
 def misfit(session: TraceSession, block_tokens: int) -> str | None:
-    """The first request whose blocks do not fit its length, or None. No blocks: not recorded."""
+    """Say which request is the first whose blocks do not fit its length, or None. No blocks: not
+    recorded."""
     for position, request in enumerate(session.requests):
         if not request.runs:
             continue

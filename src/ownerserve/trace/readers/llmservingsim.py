@@ -1,4 +1,5 @@
-"""LLMServingSim 2.0's workloads and the timings its benchmarks record of real vLLM runs.
+"""This module reads LLMServingSim 2.0's workloads and the timings its benchmarks record of real
+vLLM runs.
 
 Workload (its docs/workloads/jsonl-format.md), both kinds may stand in one file: a session a line
 with `arrival_time_ns` and `sub_requests[]` of `input_toks`, `output_toks`, `tool_duration_ns`
@@ -31,7 +32,7 @@ class _Call(msgspec.Struct):
 
 
 class _Row(msgspec.Struct):
-    """A session (`sub_requests`) or a flat request (lengths of its own)."""
+    """A row is a session (`sub_requests`) or a flat request (lengths of its own)."""
 
     arrival_time_ns: Count
     session_id: str | int | None = None

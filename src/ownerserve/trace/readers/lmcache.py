@@ -1,4 +1,4 @@
-"""LMCache's agent traces: one request a line, sessions recorded, starts only.
+"""This module reads LMCache's agent traces: one request a line, sessions recorded, starts only.
 
 Two forms. Blocks: `timestamp` (s), `session`, `input_length`, `output_length`, `hash_runs` of
 16-token blocks. Texts, as the origin has them: `timestamp` (us), `session_id`, `input`, `output`;

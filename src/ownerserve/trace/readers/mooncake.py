@@ -1,4 +1,4 @@
-"""Mooncake's FAST'25 traces: one request a line, no sessions.
+"""This module reads Mooncake's FAST'25 traces: one request a line, no sessions.
 
 `timestamp` in ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks, the last one
 partial. Sessions are inferred from re-use (infer.py).

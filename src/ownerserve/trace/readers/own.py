@@ -1,4 +1,5 @@
-"""Our own JSONL (docs/traces.md): a header line, then a session a line, fields as in model.py."""
+"""This module reads our own JSONL (docs/traces.md): a header line, then a session a line, fields as
+in model.py."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ VERSION = 1
 
 
 class TraceHeader(msgspec.Struct, frozen=True):
-    """The first line. `ownerserve_trace` is the format's version."""
+    """The header is the first line. `ownerserve_trace` is the format's version."""
 
     ownerserve_trace: int
     name: str

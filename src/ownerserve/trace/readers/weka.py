@@ -1,4 +1,5 @@
-"""Claude-Code sessions as recorded by WEKA (kv-cache-tester), one JSON object a session.
+"""This module reads Claude-Code sessions as recorded by WEKA (kv-cache-tester), one JSON object a
+session.
 
 Reads the origin's form (`hash_ids`, a `.json` file a session) and its run-length form
 (`hash_runs`, a line a session). Field meanings: the origin's docs/trace_replay_tester.md.
@@ -165,7 +166,7 @@ def _credible(earlier: TraceRequest, later: TraceRequest) -> bool:
 
 
 def _duration_s(entry: _SubAgent) -> float:
-    """How long a sub-agent ran; where not recorded, until the end of its last request."""
+    """Return how long a sub-agent ran; where not recorded, until the end of its last request."""
     if entry.duration_ms is not None:
         return entry.duration_ms / 1000
     turns = [turn for turn in entry.requests if not isinstance(turn, _SubAgent)]

@@ -1,1 +1,2 @@
-"""Seeded workloads. Same options, same bytes: all randomness is a PCG64 per session."""
+"""This package makes seeded workloads. Same options, same bytes: all randomness is a PCG64 per
+session."""

@@ -1,4 +1,5 @@
-"""Coding agents as measured: 570 Claude-Code sessions (docs/traces.md, "calibration").
+"""This module makes coding agents as measured: 570 Claude-Code sessions (docs/traces.md,
+"calibration").
 
 Each table below is that trace's own percentiles (0, 1, 10, 25, 50, 75, 90, 99, 99.9, 100) of one
 quantity of main agents; what joins them is a small model:
@@ -75,7 +76,7 @@ SPAWN_S = 0.5
 
 
 class Head(NamedTuple):
-    """What sessions of one client version begin with."""
+    """A head is what sessions of one client version begin with."""
 
     tools: int
     system: int
@@ -83,7 +84,8 @@ class Head(NamedTuple):
 
 
 class CodingAgent:
-    """Makes sessions. Owns block ids and the shared heads of one trace."""
+    """The generator makes coding agents' sessions. Owns block ids and the shared heads of one
+    trace."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -92,7 +94,7 @@ class CodingAgent:
         self._head_count = max(1, round(options.sessions * HEADS_PER_SESSION))
 
     def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession:
-        """Session `number`, `weight` times the usual number of turns."""
+        """Make session `number` with `weight` times the usual number of turns."""
         draws = Draws(rng)
         head = self._head(draws)
         shared = draws.below(self._options.reuse)
@@ -106,7 +108,7 @@ class CodingAgent:
         return TraceSession(f"agent{number}", settle(run.drafts), agents=(main, *run.sub_agents))
 
     def begin_sub_agent(self, owner: int, draws: Draws) -> SynthPrompt:
-        """A sub-agent's first prompt: its own, smaller head, then the task."""
+        """Make a sub-agent's first prompt: its own, smaller head, then the task."""
         key = () if draws.below(self._options.reuse) else (owner, draws.next())
         prompt = self._begin(Head(*SUB_HEAD, "small"), key)
         prompt.append(SUB_FIRST_USER.tokens(draws.next()))
@@ -133,7 +135,7 @@ class CodingAgent:
 
 
 class _Run:
-    """One session while it is made: its drafts, its clock, its prompt."""
+    """A run is one session while it is made: its drafts, its clock, its prompt."""
 
     def __init__(
         self, maker: CodingAgent, prompt: SynthPrompt, draws: Draws, *, window: int, number: int
@@ -144,7 +146,7 @@ class _Run:
         self.sub_agents: list[Agent] = []
 
     def main(self, *, turns: int, model: str) -> None:
-        """The main agent's conversation; sub-agents are drafted as they are spawned."""
+        """Draft the main agent's conversation; sub-agents are drafted as they are spawned."""
         draws = self._draws
         spawns = draws.below(SUB_SESSION_CHANCE)
         stop = "tool_use"
@@ -174,7 +176,7 @@ class _Run:
                 joins = [self._sub_agent(previous) for _ in range(self._width())]
 
     def _grow(self, answer_tokens: int) -> None:
-        """The next turn's prompt: appended to, rebuilt, or compacted."""
+        """Make the next turn's prompt: appended to, rebuilt, or compacted."""
         draws, prompt, reuse = self._draws, self._prompt, self._maker.options.reuse
         before = prompt.tokens
         growth = ADDED.tokens(draws.next()) + answer_tokens

@@ -1,4 +1,5 @@
-"""Linear conversations: chat, thinking, SWE-like tasks, questions on long documents.
+"""This module makes linear conversations: chat, thinking, SWE-like tasks, questions on long
+documents.
 
 One small model for the four: a session begins with a head (and a document, where there is one),
 then each turn adds text and waits. A profile says how much of each; where its numbers come from
@@ -23,9 +24,12 @@ API_BASE_S, API_PER_INPUT_S = 0.3, 2e-5
 
 
 class ConversationProfile(NamedTuple):
-    """One kind of conversation. A turn's prompt is the one before, `answer_returns`
-    of its answer, and what was added; above `window` it falls back to the session's first prompt.
-    `head` tokens are shared by all sessions, a document by some. `output_s`: decode a token."""
+    """A profile describes one kind of conversation.
+
+    A turn's prompt is the one before, `answer_returns` of its answer, and what was added; above
+    `window` it falls back to the session's first prompt. `head` tokens are shared by all sessions,
+    a document by some. `output_s`: decode a token.
+    """
 
     turns: Quantiles
     first_user: Quantiles
@@ -109,7 +113,8 @@ LONGDOC = ConversationProfile(
 
 
 class Conversations:
-    """Makes sessions of one profile. Owns block ids, the head and the documents of one trace."""
+    """The generator makes sessions of one profile. Owns block ids, the head and the documents of
+    one trace."""
 
     def __init__(self, profile: ConversationProfile, options: Options) -> None:
         self._profile, self._options = profile, options
@@ -123,7 +128,8 @@ class Conversations:
             self._popularity = (np.cumsum(weights) / count).tolist()
 
     def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession:
-        """Session `number`; `weight` times the usual turns, unless documents take the skew."""
+        """Make session `number` with `weight` times the usual turns, unless documents take the
+        skew."""
         draws, profile = Draws(rng), self._profile
         prompt = self._begin(number, draws)
         agent = Agent("main", system_tokens=prompt.tokens)
@@ -156,7 +162,7 @@ class Conversations:
         )
 
     def _begin(self, number: int, draws: Draws) -> SynthPrompt:
-        """The shared part of the prompt: head and document, or private ones without re-use."""
+        """Make the shared part of the prompt: head and document, or private ones without re-use."""
         profile = self._profile
         owner = () if draws.below(self._options.reuse) else (number,)
         key: tuple[object, ...] = ("head", *owner)
@@ -181,5 +187,6 @@ class Conversations:
 
 
 def service_s(input_tokens: int, decode_s: float) -> float:
-    """A stated service time, so that generated starts are spaced like real ones."""
+    """Return a stated service time in seconds, so that generated starts are spaced like real
+    ones."""
     return API_BASE_S + API_PER_INPUT_S * input_tokens + decode_s

@@ -1,4 +1,4 @@
-"""The workloads by name."""
+"""This module makes the workloads by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ownerserve.trace.synth.rollouts import Rollouts
 
 
 class Maker(Protocol):
-    """Makes the sessions of one workload, in order."""
+    """A maker makes the sessions of one workload, in order."""
 
     def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession: ...
 
@@ -66,7 +66,7 @@ WORKLOADS: dict[str, Workload] = {
 def generate(
     workload: str, options: Options, *, on_session: Callable[[], None] | None = None
 ) -> Trace:
-    """A trace of `options.sessions` sessions: the same for the same arguments, byte for byte.
+    """Make a trace of `options.sessions` sessions: the same for the same arguments, byte for byte.
 
     `on_session` is called after each one. Raises InvalidInput for an unknown workload or an
     option out of range.

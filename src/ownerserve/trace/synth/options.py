@@ -1,4 +1,4 @@
-"""What can be swept in every generated workload."""
+"""The options are what can be swept in every generated workload."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ MIN_BLOCK, MAX_BLOCK = 16, 4096
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """`skew`: Zipf exponent of session length (of document popularity in longdoc); 0 adds none to
-    what the workload has of itself. `tool_time`: factor on all think times. `reuse`: share of
-    re-use that is kept: at 0 no turn finds its history and no session another's head.
-    `arrivals_per_s`: sessions, as a Poisson process. `max_input_tokens`: longest prompt.
+    """These options describe one generated trace.
+
+    `skew`: Zipf exponent of session length (of document popularity in longdoc); 0 adds none to what
+    the workload has of itself. `tool_time`: factor on all think times. `reuse`: share of re-use
+    that is kept: at 0 no turn finds its history and no session another's head. `arrivals_per_s`:
+    sessions, as a Poisson process. `max_input_tokens`: longest prompt.
     """
 
     sessions: int = 100
@@ -28,7 +30,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     max_input_tokens: int = 1_000_000
 
     def check(self) -> None:
-        """Raises InvalidInput naming the first option out of range."""
+        """Raise InvalidInput naming the first option out of range."""
         for field, holds, mend in (
             ("sessions", self.sessions >= 1, "use 1 or more"),
             ("seed", self.seed >= 0, "use 0 or more"),
@@ -48,7 +50,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan:
-    """What is decided over all sessions before any is made: arrivals and weights."""
+    """A plan is what is decided over all sessions before any is made: arrivals and weights."""
 
     def __init__(self, options: Options) -> None:
         # Stream 0 is the plan's; session n has stream n + 1, so that fewer sessions are a prefix
@@ -61,5 +63,5 @@ class Plan:
 
 
 def stream(seed: int, number: int) -> np.random.Generator:
-    """Generator `number` of a seed."""
+    """Return random generator `number` of a seed."""
     return np.random.Generator(np.random.PCG64([seed, number]))

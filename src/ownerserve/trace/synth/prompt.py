@@ -1,4 +1,4 @@
-"""Prompts as they grow: a length, and ids for the blocks it fills."""
+"""This module has prompts as they grow: a length, and ids for the blocks it fills."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ownerserve.trace.runs import concat, take
 
 
 class BlockIds:
-    """Hands out block ids, each once."""
+    """This source hands out block ids, each once."""
 
     __slots__ = ("_next",)
 
@@ -15,14 +15,15 @@ class BlockIds:
         self._next = 0
 
     def fresh(self, count: int) -> Runs:
-        """`count` ids that were never used."""
+        """Return `count` ids that were never used."""
         first = self._next
         self._next += count
         return ((first, count),) if count else ()
 
 
 class SynthPrompt:
-    """One conversation's prompt. Owns its length and its block ids; forks share what they have."""
+    """A prompt is one conversation's. Owns its length and its block ids; forks share what they
+    have."""
 
     __slots__ = ("_block_tokens", "_ids", "runs", "tokens")
 
@@ -33,7 +34,7 @@ class SynthPrompt:
         self.runs: Runs = ()
 
     def append(self, tokens: int) -> None:
-        """Text that nobody else has."""
+        """Append text that nobody else has."""
         full_before = self.tokens // self._block_tokens
         self.tokens += tokens
         fresh = self.tokens // self._block_tokens - full_before
@@ -45,20 +46,21 @@ class SynthPrompt:
         self.runs = take(self.runs, self.tokens // self._block_tokens)
 
     def rewrite(self) -> None:
-        """The same length with other content: nothing of it is found again."""
+        """Keep the length with other content: nothing of it is found again."""
         tokens = self.tokens
         self.rewind(0)
         self.append(tokens)
 
     def fork(self) -> SynthPrompt:
-        """An independent prompt with the same content."""
+        """Return an independent prompt with the same content."""
         twin = SynthPrompt(self._ids, self._block_tokens)
         twin.tokens, twin.runs = self.tokens, self.runs
         return twin
 
 
 class Shared:
-    """Prefixes that several sessions begin with: heads (tools + system prompt) or documents.
+    """The shared prefixes are those that several sessions begin with: heads (tools + system prompt)
+    or documents.
 
     Owns one prompt a key; the same key always gives the same blocks.
     """
@@ -71,7 +73,7 @@ class Shared:
         self._prompts: dict[object, SynthPrompt] = {}
 
     def begin(self, key: object, tokens: int) -> SynthPrompt:
-        """A prompt that begins with the prefix `key`, `tokens` long when first asked for."""
+        """Return a prompt that begins with the prefix `key`, `tokens` long when first asked for."""
         if key not in self._prompts:
             prompt = SynthPrompt(self._ids, self._block_tokens)
             prompt.append(tokens)

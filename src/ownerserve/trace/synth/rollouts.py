@@ -1,4 +1,5 @@
-"""Forked rollouts: n samples of one task at once, as RL training and best-of-n search make them.
+"""This module makes forked rollouts: n samples of one task at once, as RL training and best-of-n
+search make them.
 
 Each session is one task. Its n branches are agents that start with the same prompt at the same
 time and then go apart, each in its own tool loop.
@@ -28,7 +29,7 @@ THINK_S = Quantiles(0.05, 0.1, 0.3, 0.7, 1.5, 4, 12, 60, 120, 300)
 
 
 class Rollouts:
-    """Makes tasks. Owns block ids and the head all tasks share."""
+    """The generator makes tasks. Owns block ids and the head that all tasks share."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -36,7 +37,7 @@ class Rollouts:
         self._heads = Shared(self._ids, options.block_tokens)
 
     def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession:
-        """Task `number`; `weight` times the usual turns in every branch."""
+        """Make task `number` with `weight` times the usual turns in every branch."""
         draws = Draws(rng)
         owner = () if draws.below(self._options.reuse) else (number,)
         prefix = self._heads.begin(owner, min(HEAD_TOKENS, self._options.max_input_tokens // 4))
