@@ -1,1 +1,1 @@
-"""Engine adapters: each translates one engine, and none imports another."""
+"""Engine adapters translate one engine each, and none imports another."""

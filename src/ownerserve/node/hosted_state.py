@@ -1,4 +1,4 @@
-"""HostedNodeState: a node in an engine that owns its blocks. Events in, effects out. Pure.
+"""A `HostedNodeState` is the node of an engine that owns its blocks: events in, effects out. Pure.
 
     arrival -> find -> asked -> offer -> placed -> bring -> run -> ended
     `---------------- Restores -----------------'   `--- Saves ---'

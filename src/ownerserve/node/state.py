@@ -1,4 +1,5 @@
-"""NodeState: a worker's brain. Events with `now` in, effects out; no clock, thread or tensor.
+"""A `NodeState` makes a worker's decisions: events with `now` in, effects out; no clock, thread or
+tensor.
 
 Owns the life of every turn between its arrival and the session's next one:
 

@@ -1,4 +1,4 @@
-"""Building a worker: checkpoint, runner, pools, cache, scheduler, engine. Wiring only."""
+"""This module builds a worker: checkpoint, runner, pools, cache, scheduler, engine. Wiring only."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""vLLM as it is installed, with OwnerServe as the manager of its KV. See docs/vllm.md."""
+"""This package makes OwnerServe the manager of the KV of vLLM as it is installed. See
+docs/vllm.md."""

@@ -1,5 +1,5 @@
-"""The wiring of the connector: from vLLM's configuration to the two sides, with every refusal to
-start."""
+"""This module builds the connector's two sides from vLLM's configuration. Wiring, and every refusal
+to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The differences between vLLM versions, asked of the installed one by attribute. 0.30 to 0.32.
+"""This module holds what differs between vLLM versions, asked of the installed one by attribute.
+0.30 to 0.32.
 
 Nothing else in this package looks at a version. Imports vLLM only inside functions, so that the
 pure parts are tested without it.

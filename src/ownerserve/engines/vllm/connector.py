@@ -1,4 +1,4 @@
-"""The class that vLLM loads, OwnerServeConnector. Glue only: every hook is one call.
+"""`OwnerServeConnector` is the class that vLLM loads. Glue only: every hook is one call.
 
     --kv-transfer-config '{"kv_connector": "OwnerServeConnector",
         "kv_connector_module_path": "ownerserve.engines.vllm.connector", "kv_role": "kv_both",

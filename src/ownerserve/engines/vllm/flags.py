@@ -1,4 +1,5 @@
-"""The flags of `vllm serve` with OwnerServe, and what in them goes wrong silently. Pure.
+"""This module says how `vllm serve` is started with OwnerServe, and what in its flags goes wrong
+silently. Pure.
 
 Owns the rules; imports no vLLM, so that `ownerserve doctor` runs anywhere.
 """

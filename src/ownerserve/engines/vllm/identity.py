@@ -1,4 +1,5 @@
-"""The identity of vLLM's state: the name that its artifacts bear, or why it has none.
+"""An identity names the state that vLLM computes, as its artifacts bear it, or there is a reason
+why it has none.
 
 The same names as the hf engine's, so that equal weights with equal numerics meet in one store.
 Weights are named by what the checkpoint's files hold, never by a path.

@@ -1,4 +1,5 @@
-"""The eviction order of the host memory of vLLM's own OffloadingConnector, for agents' sessions.
+"""This module orders the evictions of the host memory of vLLM's own OffloadingConnector, for
+agents' sessions.
 
     "kv_connector_extra_config": {"eviction_policy": "SessionPolicy",
         "cache_policy_module_path": "ownerserve.engines.vllm.offload_policy", ...}

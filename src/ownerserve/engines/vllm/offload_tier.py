@@ -1,5 +1,5 @@
-"""The store of OwnerServe as a secondary tier of vLLM's own OffloadingConnector: the way to adopt
-it without another connector.
+"""This module makes OwnerServe's store a secondary tier of vLLM's own OffloadingConnector: the way
+to adopt it without another connector.
 
     "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
         "cpu_bytes_to_use": ..., "spec_name": "TieringOffloadingSpec", "secondary_tiers": [

@@ -1,4 +1,4 @@
-"""The endpoint plug-in for `/ownerserve/*` on vLLM's own API server, loaded where it is allowed.
+"""This endpoint plug-in serves `/ownerserve/*` on vLLM's own API server, where it is allowed.
 
     VLLM_PLUGINS=ownerserve vllm serve ...
 
@@ -163,10 +163,14 @@ def _turn_of(scope: Any) -> TurnLine | None:
 
 
 class AdmitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An `AdmitBody` is the body of POST /ownerserve/admit."""
+
     tokens: Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
 
 
 class ReleaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A `ReleaseBody` is the body of POST /ownerserve/release."""
+
     session_id: SessionId
 
 

@@ -1,4 +1,5 @@
-"""The settings that an operator may give: `kv_connector_extra_config`, decoded and checked once."""
+"""Settings are what an operator may give in `kv_connector_extra_config`, decoded and checked
+once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The commands of the scheduler side to the worker side in a step, and their results. Data only.
+"""Worker commands go from the scheduler side to the worker side in a step, and results come back.
+Data only.
 
 vLLM carries both (as metadata of a step and of its output), also between processes. Torch-free.
 """

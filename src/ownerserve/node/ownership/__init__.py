@@ -1,2 +1,2 @@
-"""Ownership of sessions: what a node holds, what it tells gateways and the directory of it, and
-which sessions it owns."""
+"""This folder knows what a node holds and which sessions it owns, and tells gateways and the
+directory of both."""

@@ -1,5 +1,5 @@
-"""The inventory of a node: what it holds of each session, tier by tier, on the device and looked
-for below it. Pure.
+"""The inventory says what a node holds of each session, tier by tier, on the device and looked for
+below it. Pure.
 
 OnDevice      says what the cache could go on from; the tree says which frontiers slid
 Residency     says what could come back from below, after it was looked for

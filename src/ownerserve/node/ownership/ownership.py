@@ -1,5 +1,4 @@
-"""The ownership of one unit: a thread that keeps the unit's `OwnerState` and asks the directory for
-it.
+"""An `Ownership` is the thread that keeps one unit's `OwnerState` and asks the directory for it.
 
     engine's thread ── came, left, over ──> inbox ── each FLUSH_S ──> one frame ──> directory
     engine's thread ── release ──> door, OwnerState <────── answers ───────────────────────┘

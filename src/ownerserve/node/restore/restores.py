@@ -1,4 +1,4 @@
-"""Restores: from a turn's arrival to its start. Pure.
+"""A restore takes a turn from its arrival to its start. Pure.
 
     phase     leaves by                                                     holds
     LOOKING   RecordsFound: a plan is made                                  -

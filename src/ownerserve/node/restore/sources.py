@@ -1,4 +1,4 @@
-"""The sources of a prompt's state: the device, and the store below it. Pure.
+"""A prompt's state comes from two sources: the device, and the store below it. Pure.
 
     Device        what a node needs of the place where KV lives while a turn runs
     OwnDevice     our HeteroCache: it answers at once, and takes state in before any turn runs

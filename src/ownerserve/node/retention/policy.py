@@ -1,5 +1,4 @@
-"""The policies of a session's state: which of it is stored, and when it is copied or loaded back.
-Pure.
+"""Policies decide which of a session's state is stored, and when it is copied or loaded back. Pure.
 
     turn ends ── which points: Checkpoints
       `── T_spill: copied ── evicted ── T_prefetch: restored, for nobody yet ── next turn

@@ -1,4 +1,4 @@
-"""The value of stored records: what they save, by measured costs. Pure.
+"""A record's value is what it saves, by measured costs. Pure.
 
     cell [a, b) of a session of N tokens: without it [a, N) is computed again, less the load
     point at p:                           what the next best way costs more (a replay, or from c)

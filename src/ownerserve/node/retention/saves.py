@@ -1,5 +1,4 @@
-"""The saves of an engine that owns its blocks: what running turns compute, and what of it is
-stored. Pure.
+"""Saves store what running turns compute in the blocks of an engine that owns them. Pure.
 
     prompt   |---- cell ----|---- cell ----|-- c --|      a cell goes when a step fills it,
     step 1    ======================                      the rest at the end of the prefill

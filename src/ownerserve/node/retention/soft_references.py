@@ -1,5 +1,4 @@
-"""The ledger of soft references: which cached blocks of an engine's own pool idle sessions would
-like to find.
+"""Soft references say which cached blocks of an engine's own pool idle sessions would like to find.
 
 Owns a list of blocks for each idle session; the pool owns the blocks, and takes one whenever it
 must: a soft reference asks for an order of eviction, and never counts. A block is named by

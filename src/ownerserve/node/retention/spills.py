@@ -1,4 +1,5 @@
-"""The copies from our own cache to the store: of idle sessions, and where room is short. Pure.
+"""Spills copy state from our own cache to the store: of idle sessions, and where room is short.
+Pure.
 
     IdleSpills        turn ends ── gap, or pressed ── Find what is missing ── Copy ── Kept
     PressureRelief    watermark crossed ── press ── the cache evicts, and names points ── Copy

@@ -1,1 +1,2 @@
-"""The node's port to the fleet: msgpack messages over ZeroMQ, loopback unless said otherwise."""
+"""This folder is the node's port to the fleet: msgpack messages over ZeroMQ, loopback unless said
+otherwise."""

@@ -1,4 +1,4 @@
-"""The RPC server: one thread between a ZeroMQ socket and whoever answers.
+"""The RPC server is one thread between a ZeroMQ socket and whoever answers.
 
 `RpcServer` owns the socket. It never touches the node and never waits for it: a request is handed
 to whoever answers, who gives a future. Many are in flight at once, each answered when it is ready,

@@ -1,1 +1,2 @@
-"""Performs a node's effects over an engine and a store, measures what they cost, and says it."""
+"""This folder performs a node's effects over an engine and a store, measures what they cost, and
+says it."""

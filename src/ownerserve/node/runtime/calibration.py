@@ -1,4 +1,4 @@
-"""The cost model's file: found beside the store, fed while serving, written back.
+"""A calibration finds the cost model beside the store, feeds it while serving, and writes it back.
 
 Owns one file. What it can't read it starts anew: prices are a cache, never a truth.
 """

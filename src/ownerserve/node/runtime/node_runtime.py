@@ -1,4 +1,4 @@
-"""NodeRuntime: performs a NodeState's effects with an engine and a store.
+"""A `NodeRuntime` performs a NodeState's effects with an engine and a store.
 
 The class owns operations under way: which ticket of the store belongs to which, and the bytes
 between store and slots. It decides nothing. It is called on the thread that owns the cache, and

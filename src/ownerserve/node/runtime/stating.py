@@ -1,5 +1,5 @@
-"""Statements of a node's own figures in the words of kv.wire.status: its speed, its tiers, what it
-can do.
+"""A node states its own figures in the words of kv.wire.status: its speed, its tiers, what it can
+do.
 
 Translates; measures and decides nothing.
 """

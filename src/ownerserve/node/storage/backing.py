@@ -1,5 +1,5 @@
-"""The store under a node: host memory over disk over a shared medium, behind tickets. Wiring and
-timing only.
+"""A `Backing` is the store under a node: host memory over disk over a shared medium, behind
+tickets. Wiring and timing only.
 
 Unless told otherwise, what is written is durable below when it is "kept", and a copy stays in host
 memory, from where it comes back fastest: the store's placement does that. `Upkeep` is the thread

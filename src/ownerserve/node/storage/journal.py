@@ -1,4 +1,4 @@
-"""The journal beside a store: a file that says whose state lies in it, for the next life of the
+"""The journal is a file beside a store that says whose state lies in it, for the next life of the
 worker.
 
 Owns one file of JSON lines, the last one of a session stands; written on a thread of its own. What

@@ -1,5 +1,4 @@
-"""The media of a node: where it keeps state beside its device, and where a write goes, in the
-operator's words.
+"""An operator's words name the media of a node beside its device, and where a write goes.
 
 Reads them and opens a shared medium; holds nothing.
 """

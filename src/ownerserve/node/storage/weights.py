@@ -1,4 +1,4 @@
-"""The name of a checkpoint's weights: a digest of its files, the same for every engine.
+"""A checkpoint's weights are named by a digest of its files, the same for every engine.
 
 Never a path: two folders with equal files are equal weights, and a folder whose files changed is
 another model. An engine that loads the files and computes in their numerics may share a store with

@@ -1,4 +1,5 @@
-"""What is known of sessions' tokens: prefix digests by block, and what each last turn left. Pure.
+"""Chains and marks remember sessions' tokens: prefix digests by block, and what each last turn
+left. Pure.
 
 A turn hashes only what it adds to the session's last one. A prompt that does not go on from its
 session's tokens (a branch, a compaction) is hashed from where the two part. A long prompt is hashed
@@ -167,8 +168,8 @@ def prefix_of(prompt: Iterable[int], block_tokens: int) -> PromptPrefix:
 
 
 class PromptPrefixes:
-    """Makes prompts' prefixes wherever they are read: any thread may call. A session's next prompt
-    costs what it adds."""
+    """`PromptPrefixes` makes prompts' prefixes wherever they are read: any thread may call. A
+    session's next prompt costs what it adds."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block = block_tokens

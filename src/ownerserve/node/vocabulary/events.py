@@ -1,5 +1,5 @@
-"""The events that tell a node what happened and the effects by which it asks for something: the
-vocabulary between `state` and `runtime`.
+"""Events tell a node what happened, and effects are how it asks for something: the vocabulary
+between `state` and `runtime`.
 
 An operation is one thing asked of the store, by number; what comes of it comes back under the same
 number, late, twice or not at all. Data only.

@@ -1,5 +1,5 @@
-"""The operations that a node has asked for and that have not ended, by number, with the part that
-owns each. Pure.
+"""An operation is one thing that a node has asked for and that has not ended; each has a number and
+an owner. Pure.
 
     owner ── begin ──> id ── effect ──> performer ── completion ──> complete ──> the same owner
       `── end: answered, or given up ──> what comes later under this id is nobody's

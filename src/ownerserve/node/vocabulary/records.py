@@ -1,4 +1,5 @@
-"""How a prefix is cut into stored records, what each is called, and how its bytes lie. Pure.
+"""Record names say how a prefix is cut into stored records, what each is called, and how its bytes
+lie. Pure.
 
 The module owns the names. A record's id follows from the tokens alone, so what a store holds of a
 prompt is found by asking for ids: no listing, nothing to rebuild after a restart.
@@ -153,8 +154,9 @@ class RecordNames:
         blocks: int,
         parts: Parts | None = None,
     ) -> None:
-        """`engine` names the byte layout of a slot, and its version; `blocks` are those of a
-        record; `parts` the arrays in a slot, without which no other layout can be converted."""
+        """Make the names. `engine` names the byte layout of a slot, and its version; `blocks` are
+        those of a record; `parts` the arrays in a slot, without which no other layout can be
+        converted."""
         self.layout = layout
         self.range_names, self.point_names = layout.range_names, layout.point_names
         self.identity = identity

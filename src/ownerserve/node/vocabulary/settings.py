@@ -1,4 +1,4 @@
-"""The settings that an operator may give a node. Data only; `cli.worker` owns the flags."""
+"""Settings are what an operator may choose for a node. Data only; `cli.worker` owns the flags."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The asyncio side of the engine, which submits requests, reads their events, and asks how the
-engine is.
+"""The asyncio side of the engine submits requests, reads their events, and asks how the engine is.
 
 Owns the engine thread and the open streams. Never touches the runner, the scheduler or the cache:
 commands go in through the loop's inbox, events come back in one call per step.

@@ -1,4 +1,4 @@
-"""The commands to the engine thread, the queue they come through, and who is let in.
+"""Commands reach the engine thread through one queue, and admission says who is let in.
 
 `Inbox` is the one place that knows whether anybody will answer: it takes commands until the thread
 ends, then refuses them with the reason, so that no caller waits for ever. `TurnAdmission` answers

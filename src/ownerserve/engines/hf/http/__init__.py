@@ -1,1 +1,1 @@
-"""The worker's OpenAI-compatible HTTP server over one engine."""
+"""This folder is the worker's OpenAI-compatible HTTP server over one engine."""

@@ -1,4 +1,5 @@
-"""Answers over HTTP: an engine's events as OpenAI's objects, server-sent events, errors, hang-ups.
+"""This module turns an engine's events into HTTP answers: OpenAI's objects, server-sent events,
+errors, hang-ups.
 
 A `Format` shapes deltas into OpenAI response objects and knows neither HTTP nor the engine. The
 rest owns no state but the stream it is handed, and gives that up however the answer ends.
@@ -225,6 +226,7 @@ class CompletionFormat(Format):
 
 
 def usage(finished: RequestFinished) -> Json:
+    """Return the `usage` object of a finished request, in tokens."""
     return {
         "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": finished.completion_tokens,
@@ -270,11 +272,14 @@ class ClientGone(Exception):
 def json_response(
     body: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
+    """Encode `body` as a JSON response."""
     data = msgspec.json.encode(body)
     return Response(data, status, headers=headers, media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:
+    """Return the error as OpenAI's object, with `retry-after` (1 s) for 429 and 503, and the
+    refusal's code for gateways where another worker may take the turn."""
     headers = {"retry-after": "1"} if error.status in (429, 503) else {}
     if error.code is not None and error.status in REFUSING:
         headers[REFUSAL_HEADER] = error.code
@@ -282,6 +287,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def failure(event: RequestFailed) -> ApiError:
+    """Return the error that a failed request is answered with."""
     return ApiError(
         STATUS_OF_REASON[event.reason], event.message, code=event.reason.value, param=None
     )
@@ -434,6 +440,8 @@ def _event(body: object) -> bytes:
 
 
 async def collect(stream: RequestStream) -> tuple[list[Delta], RequestFinished]:
+    """Read the stream to its end and return its deltas and the final event. Raises ApiError
+    where the request fails."""
     deltas: list[Delta] = []
     async for event in stream:
         match event:

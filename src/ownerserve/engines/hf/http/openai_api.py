@@ -1,4 +1,4 @@
-"""The parser of OpenAI request bodies, which makes `EngineRequest`s or refuses; never sends
+"""This module parses OpenAI request bodies into `EngineRequest`s or refuses them; it never sends
 anything.
 
 A field is understood, harmless here and ignored (IGNORED), accepted at the one value that changes
@@ -59,6 +59,8 @@ StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class StreamOptions(msgspec.Struct):
+    """`StreamOptions` are OpenAI's `stream_options`."""
+
     include_usage: bool = False
 
 
@@ -87,6 +89,8 @@ class Body(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(Body, kw_only=True):
+    """A `ChatBody` is the body of /v1/chat/completions."""
+
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: Count | None = None
@@ -95,6 +99,8 @@ class ChatBody(Body, kw_only=True):
 
 
 class CompletionBody(Body, kw_only=True):
+    """A `CompletionBody` is the body of /v1/completions."""
+
     prompt: str | list[Token]
     logprobs: Logprobs | None = None
 

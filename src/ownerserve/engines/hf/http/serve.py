@@ -1,4 +1,4 @@
-"""The server of a worker's application, on a port until a signal. Owns the listening socket and
+"""This module serves a worker's application on a port until a signal. Owns the listening socket and
 ready file."""
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
+    """Return the HTTP address of the bound socket."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

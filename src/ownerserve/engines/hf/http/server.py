@@ -1,4 +1,4 @@
-"""The worker's HTTP side: OpenAI-compatible endpoints over one Engine.
+"""This module is the worker's HTTP side: OpenAI-compatible endpoints over one engine.
 
 Owns no state: it parses, submits, relays events, and gives a request up when its client is gone.
 It never computes, and never answers /health by itself.

@@ -1,2 +1,2 @@
-"""The figures that a worker tells of itself: dated status, and its Prometheus metrics. Decides
+"""This folder is what a worker tells of itself: dated status, and its Prometheus metrics. Decides
 nothing."""

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of a worker. Counts what it is told or reads dated snapshots; decides
+"""A worker's Prometheus metrics count what they are told or read dated snapshots; they decide
 nothing.
 
     WorkerMetrics                  requests, steps, pools: every worker

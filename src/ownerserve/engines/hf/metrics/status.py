@@ -1,4 +1,4 @@
-"""The status that a worker says about itself, dated. Read from the cache and the scheduler; owns
+"""The status is what a worker says about itself, dated. Read from the cache and the scheduler; owns
 nothing."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""Models and their tokens: checkpoints, the forward passes over paged state, sampling, text."""
+"""This folder holds models and their tokens: checkpoints, the forward passes over paged state,
+sampling, text."""

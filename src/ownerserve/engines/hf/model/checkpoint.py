@@ -1,4 +1,5 @@
-"""The models by name or folder: a tiny random one, or a Hugging Face checkpoint on local disk.
+"""This module finds models by name or folder: a tiny random one, or a Hugging Face checkpoint on
+local disk.
 
 Must never fetch anything: a folder holds config.json, safetensors and a tokenizer, or is refused.
 Weights are read from safetensors only; no pickle, no remote code.

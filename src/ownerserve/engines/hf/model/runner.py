@@ -1,4 +1,4 @@
-"""The runner of a transformers model over our paged pools: prefill of one sequence, decode of a
+"""The runner runs a transformers model over our paged pools: prefill of one sequence, decode of a
 batch.
 
 Owns the model and the pools' bytes. Must never choose a slot, sample a token, or remember a

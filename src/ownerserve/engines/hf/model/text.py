@@ -1,4 +1,4 @@
-"""Text and tokens: prompts become tokens, and tokens become text as they come.
+"""This module turns prompts into tokens, and tokens into text as they come.
 
 `ChatCodec` is a thin translation of a transformers tokenizer. The server (encoding) and the engine
 thread (decoding) both use it; a fast tokenizer allows that as long as nobody changes its truncation

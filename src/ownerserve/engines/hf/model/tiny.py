@@ -1,4 +1,5 @@
-"""The tiny random models of each family: real architectures, made in memory, equal for equal seeds.
+"""This module makes tiny random models of each family in memory: real architectures, equal for
+equal seeds.
 
 Weights are drawn so that state matters: at the usual std of 0.02 a wrong cache hardly moves the
 logits. The output rows of all tokens that are not printable ASCII are zero: greedy text is ASCII

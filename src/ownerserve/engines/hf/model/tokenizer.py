@@ -1,5 +1,5 @@
-"""The byte-level tokenizer of the tiny models, made on the spot: 256 bytes and 16 specials, no
-files, no downloads.
+"""This module makes a byte-level tokenizer on the spot: 256 bytes and 16 specials, no files, no
+downloads.
 
 Token i < 256 is the byte i; text and tokens are one-to-one. The chat template renders turn k to a
 prefix of turn k+1's rendering, as a prefix cache wants it.

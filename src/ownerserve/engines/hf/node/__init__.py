@@ -1,1 +1,2 @@
-"""The engine's side of a node: its slots as bytes, who waits for state, what steps cost."""
+"""This folder is the engine's side of a node: its slots as bytes, who waits for state, what steps
+cost."""

@@ -1,4 +1,4 @@
-"""The port of the reference engine to its node: what the engine can do, and its slots as bytes.
+"""The port shows the reference engine to its node: what it can do, and its slots as bytes.
 
 Also what its state is called: the identity that stored artifacts bear. A model's weights are
 named by a digest of what was loaded, never by a path.

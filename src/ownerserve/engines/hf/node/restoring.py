@@ -1,5 +1,5 @@
-"""The engine loop's side of a node: which turns wait for state, what was done for them, and what it
-took.
+"""The engine loop tells a node which turns wait for state and what steps took, and asks what was
+restored.
 
 Translates between the loop's words and the node's; decides nothing. Lives on the engine thread.
 A loop without a node has `WithoutNode`, and behaves as if there were none. `SchedulerObserver`

@@ -1,2 +1,2 @@
-"""Scheduling: which sequences compute which tokens in the next step, and the requests they come
-from. Pure."""
+"""This folder decides which sequences compute which tokens in the next step, and defines the
+requests they come from. Pure."""

@@ -1,4 +1,4 @@
-"""The requests that a caller makes of the engine and the events it hears back.
+"""Requests are what a caller asks of the engine; stream events are what it hears back.
 
 Plain values that cross between the asyncio side and the engine thread. Never a tensor, a socket or
 a clock.

@@ -56,6 +56,9 @@ from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
 class SequencePhase(StrEnum):
+    """A `SequencePhase` is where a sequence stands: queued, computing its prompt, or writing its
+    answer."""
+
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -311,11 +314,9 @@ class Scheduler:
     def step_done(
         self, tokens: Mapping[TurnId, int], ended: Collection[TurnId], *, now: float
     ) -> tuple[Effect, ...]:
-        """Take the result of the planned step: `tokens` were sampled, and those of `ended` were a
-        choice's last. The effects (snapshots, forks) are to be applied before anything else runs.
-
-        The effects (snapshots, forks) are to be applied before anything else runs.
-        """
+        """Take the result of the planned step: `tokens` were sampled, and those of `ended` were
+        a choice's last. The effects (snapshots, forks) are to be applied before anything else
+        runs."""
         plan, self._in_flight = self._in_flight, None
         assert plan is not None, "step_done without a plan"
         effects: list[Effect] = []

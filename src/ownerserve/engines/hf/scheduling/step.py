@@ -1,4 +1,5 @@
-"""The vocabulary between scheduler and engine: what arrives, what one step does, what is refused.
+"""This module is the vocabulary between scheduler and engine: what arrives, what one step does,
+what is refused.
 
 Data only.
 """

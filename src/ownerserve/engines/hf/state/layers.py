@@ -1,4 +1,5 @@
-"""The cache object that transformers' models are handed, with an object for each kind of layer.
+"""This module makes the cache object that transformers' models are handed, with an object for each
+kind of layer.
 
 No layer owns state: each reads and writes the pools at the addresses of the forward's
 `ForwardRows`.

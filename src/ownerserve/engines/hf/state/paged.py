@@ -1,4 +1,5 @@
-"""Paged state: tensor pools addressed by slot, and the addresses that one forward reads and writes.
+"""Paged state is tensor pools addressed by slot, and the addresses that one forward reads and
+writes.
 
 Pools         own device memory: the bytes of every component and of every state block. They
               never choose a slot, know a token, or look inside a model

@@ -1,4 +1,5 @@
-"""The tensors that a model's state is made of, read from its Hugging Face configuration.
+"""This module says which tensors a model's state is made of, read from its Hugging Face
+configuration.
 
 Owns the translation "layer type of the modeling code" -> "components and their shapes". Must never
 allocate, run a model, or guess: a layer type or model type it does not know is an InvalidInput.

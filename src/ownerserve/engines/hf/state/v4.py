@@ -1,4 +1,5 @@
-"""The parts that transformers' DeepSeek-V4 lacks for a batch of sequences of different lengths.
+"""This module adds what transformers' DeepSeek-V4 lacks for a batch of sequences of different
+lengths.
 
 Owns two small pieces of V4 mathematics, taken from transformers' own functions: masking of padded
 HCA entries, and the rotation of a new entry to its row's own position. And hands out what an online

@@ -1,1 +1,2 @@
-"""The layout of what vLLM keeps for a model: components, pages, blocks, a payload's bytes."""
+"""This folder says what vLLM keeps for a model and where it lies: components, pages, blocks, a
+payload's bytes."""

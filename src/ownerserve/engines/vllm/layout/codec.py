@@ -1,4 +1,4 @@
-"""The codec between vLLM's pages and the canonical payload. Owns no memory and no block.
+"""The codec copies between vLLM's pages and the canonical payload. Owns no memory and no block.
 
     page of a layer   [blocks, heads, tokens, keys | values]       logical, whatever lies beneath
     on a CPU          [blocks, heads, keys of all tokens, then values], keys in the kernel's order

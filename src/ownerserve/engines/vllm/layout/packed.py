@@ -1,4 +1,4 @@
-"""The pages that no canonical payload describes, as plain bytes inside vLLM's blocks.
+"""Pages that no canonical payload describes are kept as plain bytes inside vLLM's blocks.
 
     a block of a group   | layer 0's page | layer 1's | ... | bytes of no layer |   block-outermost
     row                  | as many pages as stand side by side                  |

@@ -1,4 +1,5 @@
-"""The places in vLLM's blocks of what the node speaks of. Pure: block tables in, places out.
+"""This module finds where what the node speaks of lies in vLLM's blocks. Pure: block tables in,
+places out.
 
 A node's slot is a unit's number in the prefix, or a point's position; a place is blocks and tokens.
 """

@@ -1,4 +1,4 @@
-"""The shape of what vLLM keeps for a model, as components: from its KV cache groups to the
+"""A shape says what vLLM keeps for a model, as components: from its KV cache groups to the
 canonical payload.
 
     component   kv.payload's sections: dense, swa, mla, conv, recurrent; pages, window_pages

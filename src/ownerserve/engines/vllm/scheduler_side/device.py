@@ -1,4 +1,5 @@
-"""The device of a node in vLLM: its blocks, and what of them is held until it is copied.
+"""This module shows vLLM's blocks to a node as its Device, and holds those that are still to be
+copied.
 
 Owns references that were taken from the block pool, and nothing else of it. What a request has is
 told by the scheduler's hooks; before that every question is answered `Later`.

@@ -1,7 +1,7 @@
-"""The KV events that vLLM's stream tells of our store: BlockStored when a record is READY,
-BlockRemoved when it turned out to be gone. Blocks carry vLLM's own hashes, so that whoever follows
-its events needs nothing of ours; the medium is STORAGE, the `ownership` (an identifier of the tier)
-ours.
+"""Residency events tell in vLLM's KV event stream what our store has: BlockStored when a record is
+READY, BlockRemoved when it turned out to be gone. Blocks carry vLLM's own hashes, so that whoever
+follows its events needs nothing of ours; the medium is STORAGE, the `ownership` (an identifier of
+the tier) ours.
 
 Owns what was told and not yet taken. Says nothing of GPU blocks: vLLM does, and is right.
 """

@@ -1,4 +1,5 @@
-"""The holding of this engine's store, session by session: a thread that looks and answers.
+"""A `Holding` says what this engine's store holds, session by session: a thread that looks and
+answers.
 
     scheduler's thread ── left, lost, missed, over ──> inbox ──> Residency ──> the store's index
     RPC's thread ────────────── page(after) ─────────> inbox ──> Inventory ──> PageIs

@@ -1,4 +1,5 @@
-"""The lookup of records in the store: asked by the scheduler, answered by a thread.
+"""A `StoreLookup` finds which records stand in the store: asked by the scheduler, answered by a
+thread.
 
 Owns the thread and a read-only view of the store's index. The worker side is the store's one
 writer, perhaps in another process; what it has committed is seen here. Never blocks the caller.

@@ -1,5 +1,5 @@
-"""The measurement of what prompts and loads cost here, from when things happened. Feeds the node's
-cost model.
+"""This module measures what prompts and loads cost here, from when things happened. Feeds the
+node's cost model.
 
 A prompt is measured whole, and only when nothing ran beside any of its steps.
 """

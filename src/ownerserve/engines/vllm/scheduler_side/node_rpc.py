@@ -1,4 +1,4 @@
-"""The RPC handler of the engine core: what the worker says of itself, on the node's RPC port
+"""The engine core's RPC handler answers what the worker says of itself, on the node's RPC port
 (loopback).
 
 vLLM's scheduler thread sleeps while there is no request, so nothing is asked of it: the handler

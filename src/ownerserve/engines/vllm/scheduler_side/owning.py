@@ -1,4 +1,5 @@
-"""The sessions that have turns here: what the scheduler tells of them, and what is asked.
+"""This module keeps the sessions that have turns here: what the scheduler tells of them, and what
+is asked.
 
 Owns which sessions have a turn here now; `Ownership` owns the grants, on a thread of its own. The
 scheduler's thread tells, the RPC's asks. Without a directory nothing is owned: gateways keep the

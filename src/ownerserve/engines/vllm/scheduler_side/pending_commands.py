@@ -1,4 +1,5 @@
-"""The commands that a step is to carry to the workers, and which answers are complete. Pure."""
+"""This module collects the commands that a step is to carry to the workers, and tells which answers
+are complete. Pure."""
 
 from __future__ import annotations
 

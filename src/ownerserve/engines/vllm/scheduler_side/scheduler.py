@@ -87,10 +87,7 @@ log = logging.getLogger("vllm.ownerserve")
 class SchedulerParts(msgspec.Struct, frozen=True):
     """`SchedulerParts` are the parts that a scheduler's side works with, each of which decides
     nothing about a turn. `bypassed` says why no state of this engine has an identity; None when it
-    has. `step_tokens` is the most that one step computes.
-
-    `bypassed`: why no state of this engine has an identity;
-    None when it has. `step_tokens`: most that one step computes."""
+    has. `step_tokens` is the most that one step computes."""
 
     lookup: StoreLookup
     holding: Holding
@@ -258,7 +255,7 @@ class SchedulerSide:
         return self.pending.take(is_idle=not scheduled)
 
     def reported(self, report: WorkerStepReport | None) -> None:
-        """Take in what the workers did."""
+        """Take in what the workers did in a step, as they report it; None: nothing was reported."""
         now = _now()
         if report is not None and not report.is_empty:
             self.counting.stir()

@@ -1,4 +1,4 @@
-"""Soft references on vLLM's own BlockPool: the order in which it evicts, and nothing else.
+"""Soft references change the order in which vLLM's own BlockPool evicts, and nothing else.
 
 Owns the order of the pool's free blocks and no reference: `touch` then `free_blocks` moves a free
 block to the end of the queue that vLLM evicts from the front. So a wished-for block stays a free

@@ -1,4 +1,4 @@
-"""The counters for vLLM's own log line and /metrics, by its hooks for connectors."""
+"""This module tells counters to vLLM's own log line and /metrics, by its hooks for connectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The tenants by vLLM's `cache_salt`: each salt's state bears a name that only this store can make.
+"""Tenants are told apart by vLLM's `cache_salt`: each salt's state bears a name that only this
+store can make.
 
 Owns the store's salt secret, read or made at start: STORE/salt.key, 32 random bytes, mode 0600.
 """

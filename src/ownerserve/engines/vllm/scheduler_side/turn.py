@@ -1,4 +1,4 @@
-"""The requests as the scheduler's side knows them."""
+"""A `TrackedRequest` is a request as the scheduler's side knows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The reports of an engine core: its load, by RPC; what stands in its store, as KV events.
+"""An engine core makes two kinds of reports: its load, by RPC; and what stands in its store, as KV
+events.
 
 Owns the requests that are here; the RPC handler and the KV events own the rest. Called on the
 scheduler's thread; either half may be absent.

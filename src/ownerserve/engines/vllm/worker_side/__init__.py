@@ -1,1 +1,2 @@
-"""The half of the connector that runs in each of vLLM's workers: it reads, copies and stores."""
+"""This folder is the half of the connector that runs in each of vLLM's workers: it reads, copies
+and stores."""

@@ -1,4 +1,5 @@
-"""The order between the engine's stream and our copies. On a CPU there is nothing to order."""
+"""A copy stream orders our copies behind the engine's stream. On a CPU there is nothing to
+order."""
 
 from __future__ import annotations
 
