@@ -1,4 +1,4 @@
-"""The `ownerserve` command. A subcommand's module is imported only when it runs."""
+"""This module is the `ownerserve` command. A subcommand's module is imported only when it runs."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ PORT = click.IntRange(0, 65535)
 
 
 class Finite(click.FloatRange):
-    """This kind takes a number in a range; neither nan nor infinite, which compare with no limit as
-    one expects."""
+    """This kind takes a number in a range. It refuses nan and infinite, which compare with no limit
+    as one expects."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

@@ -147,8 +147,8 @@ class Exchange:
         self.enter(asked)
 
     def _decide(self, asked: IdentifiedRequest) -> None:
-        """Decide, and send. For a turn that waited this is called in the midst of another
-        request's end: a fault ends this request and no other."""
+        """Decide where the turn runs, and send it there. For a turn that waited this is called in
+        the midst of another request's end: a fault ends this request and no other."""
         self.phase = Deciding(self, asked)
         try:
             self.follow(asked, Manner.ASKING, self.turns.decide(asked, request_id=self.request_id))

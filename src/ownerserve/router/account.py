@@ -1,4 +1,4 @@
-"""The account of all requests so far: what came in, how it ended, and why.
+"""This module keeps the account of all requests so far: what came in, how it ended, and why.
 
 Owns the counts; they only grow. Invariant 3: received = done + rejected + live.
 

@@ -1,4 +1,5 @@
-"""All routing units ever seen, in a stable order, the candidates for each model, and their speeds.
+"""The fleet holds all routing units ever seen, in a stable order, the candidates for each model,
+and their speeds.
 
 Owns who is up and in which life. A model has candidates of its own: the workers that name it (as
 their model or an adapter) and those that name none. So has a request that names no model: all.

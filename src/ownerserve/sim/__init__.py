@@ -1,1 +1,1 @@
-"""The simulator: production decisions on a heap clock, with modelled engines and media."""
+"""The simulator runs production decisions on a heap clock, with modelled engines and media."""

@@ -1,4 +1,4 @@
-"""The policy interface.
+"""This module defines the policy interface.
 
 A policy is asked once for each request that arrives (and once for each retry), chooses among
 `fleet` (never empty: all up, all serving the model, indexed by load) and says why. It reads: it

@@ -278,7 +278,7 @@ def bytes_per_token(prompt_bytes: int, prompt_tokens: int) -> float | None:
 
 
 def scan_usage(tail: bytes) -> Usage | None:
-    """The last `usage` object in `tail`, or None when the answer carries none."""
+    """Return the last `usage` object in `tail`, or None when the answer carries none."""
     at = tail.rfind(_USAGE_KEY)
     if at < 0:
         return None

@@ -261,7 +261,8 @@ def _vllm_session(raw: bytes | None) -> str | None:
 
 
 def _metadata_session(raw: bytes | None) -> str | None:
-    """Claude Code's `metadata.user_id`: "user_.._session_<id>", or JSON with a session_id."""
+    """Return the session in Claude Code's `metadata.user_id`, which is "user_.._session_<id>" or
+    JSON with a session_id; None when it has none."""
     if raw is None or b"session" not in raw:
         return None
     try:

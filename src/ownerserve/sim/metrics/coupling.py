@@ -12,8 +12,9 @@ from ownerserve.sim.metrics.spreads import Metric, ratio
 
 
 def coupling(table: NDArray[Any]) -> dict[str, Metric]:
-    """Lambda `sessions_per_s`, N `turns_per_session`, W `turn_s` (arrival to end), L* = Lambda N W
-    `turns_in_system`, W'(L*) `turn_s_per_turn`, Lambda N W' `gain`, 1 / (1 - gain) `amplification`.
+    """Return the terms of the law: Lambda `sessions_per_s`, N `turns_per_session`, W `turn_s`
+    (arrival to end), L* = Lambda N W `turns_in_system`, W'(L*) `turn_s_per_turn`, Lambda N W'
+    `gain`, 1 / (1 - gain) `amplification`.
 
     W' is the slope of a least-squares line through (turns in the system that a turn finds at its
     arrival, its W). It is a lower bound where queues outlast the run. `amplification` is None from

@@ -1,4 +1,5 @@
-"""Belady's bound on one replay: the fewest tokens that had to be computed again.
+"""This module computes Belady's bound on one replay: the fewest tokens that had to be computed
+again.
 
 Given which turn ran where and in which order, and a device's room in tokens. Each conversation
 keeps a prefix; when room is short the one whose next turn there comes last is trimmed from its

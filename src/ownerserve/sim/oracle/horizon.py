@@ -1,4 +1,5 @@
-"""Receding horizon: at each eviction the true time of every conversation's next turn is known.
+"""This oracle has a receding horizon: at each eviction it knows the true time of every
+conversation's next turn.
 
 Belady's rule, online: what no conversation will read at this worker goes first, then what is wanted
 latest, in the fleet's own caches and block by block as ever. A conversation's place is where its

@@ -1,4 +1,4 @@
-"""Infinite cache, free transfer: what is left is compute and queueing.
+"""This oracle has infinite cache and free transfer: what is left is compute and queueing.
 
     every turn -> the least loaded worker; what any worker holds of its prompt is brought there at
     once, and nothing is ever evicted

@@ -1,4 +1,5 @@
-"""The cast of a run: which sessions of a trace run, how far each, and when it begins.
+"""This module chooses the cast of a run: which sessions of a trace run, how far each, and when it
+begins.
 
 Owns the choice and nothing of its execution. Equal trace, shape and seed give an equal cast.
 """

@@ -1,4 +1,5 @@
-"""The course of a session: what waits for what, and which units each turn touches.
+"""A course is what stands fixed of a session: what waits for what, and which units each turn
+touches.
 
 Owns what is the same every time a session runs; copies of a session share it. Never changes.
 """

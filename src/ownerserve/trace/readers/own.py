@@ -57,7 +57,8 @@ class OwnReader:
         )
 
     def _header(self, line: TraceLine | None) -> TraceHeader:
-        """Without its header nothing in the file has a meaning, so this one is no mere problem."""
+        """Return the header. Raises InvalidInput: without it nothing in the file has a meaning, so
+        this is no mere problem."""
         mend = "the first line must be the header; see docs/traces.md"
         if line is None:
             raise InvalidInput("header", "the file is empty", mend)
