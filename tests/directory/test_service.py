@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.rules import StateKind, TierCode
 from ownerserve.directory.terms import FILE_NAME, TermFile
 from ownerserve.kv.clock import ManualClock
-from ownerserve.kv.epoch import Term
+from ownerserve.kv.epoch import ORDINAL_LIMIT, Epoch, Term
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
@@ -277,6 +277,41 @@ def test_a_backend_that_raises_ends_no_service(
     client.close()
     server.stop()
     assert isinstance(leased, ask.Leased)
+
+
+def test_a_request_that_makes_a_backend_raise_costs_its_own_frame_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Frames that come together are decided together, whosever they are."""
+    directory = EmbeddedDirectory(ManualClock(), TermFile(), opens_in_s=0.0)
+    execute, begun, go_on = directory.execute, threading.Event(), threading.Event()
+
+    def slowly(requests: Sequence[ask.Request]) -> list[ask.Outcome]:
+        begun.set()
+        go_on.wait(5.0)
+        return execute(requests)
+
+    monkeypatch.setattr(directory, "execute", slowly)
+    server = DirectoryServer(directory)
+    server.start()
+    last = Epoch(Term(ORDINAL_LIMIT - 1, 0), 0)  # no term can be above this one
+    frames = [ask.FindSession(S1), ask.Register(A), ask.Register(B, seen=last), ask.Bind(S1, A)]
+    with zmq.Context.instance().socket(zmq.DEALER) as client:
+        client.connect(server.address)
+        for number, request in enumerate(frames):
+            client.send_multipart([bytes([number]), encode(RequestBatch((request,)))])
+            assert begun.wait(5.0)
+        time.sleep(0.2)  # the service is held up by the first: the others lie there together
+        go_on.set()
+        outcomes: dict[int, ask.Outcome] = {}
+        while len(outcomes) < len(frames) and client.poll(5000):
+            number, data = client.recv_multipart()
+            answer = decode_answer(data)
+            assert isinstance(answer, Outcomes)
+            (outcomes[number[0]],) = answer.outcomes
+    server.stop()
+    assert outcomes[2] == ask.Refused(DirectoryRefusal.MALFORMED)
+    assert isinstance(outcomes[1], ask.Leased) and isinstance(outcomes[3], ask.Bound)
 
 
 def test_a_wish_for_a_copy_is_shown_until_there_is_one(served: DirectoryServer) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -95,14 +96,9 @@ class DirectoryServer:
             except InvalidInput as error:
                 log.warning("%s", error)
                 questions.append((envelope, FrameFailed(str(error))))
-        requests = [
-            request
-            for _, question in questions
-            if isinstance(question, RequestBatch)
-            for request in question.requests
-        ]
-        self._asked.update(tag_of(request) for request in requests)
-        outcomes = iter(self._executed(requests))
+        batches = [one.requests for _, one in questions if isinstance(one, RequestBatch)]
+        self._asked.update(tag_of(request) for batch in batches for request in batch)
+        outcomes = iter(self._executed(batches))
         for envelope, question in questions:
             answer: Answer
             if isinstance(question, RequestBatch):
@@ -111,7 +107,10 @@ class DirectoryServer:
                 answer = self._other(question)
             self._socket.send_multipart([*envelope, encode(answer)])
 
-    def _executed(self, requests: list[Request]) -> list[Outcome]:
+    def _executed(self, batches: Sequence[Sequence[Request]]) -> list[Outcome]:
+        """Return the outcomes of all requests in order. Where the backend fails, each frame's are
+        asked alone, which is as good as asking once: only the one at fault is refused."""
+        requests = [request for batch in batches for request in batch]
         try:
             outcomes = [*self._directory.execute(requests)] if requests else []
             if len(outcomes) != len(requests):
@@ -119,6 +118,8 @@ class DirectoryServer:
             self._count_lost(outcomes)
             return outcomes
         except Exception:  # a thread's root: one bad request must not end the service
+            if len(batches) > 1:
+                return [outcome for batch in batches for outcome in self._executed([batch])]
             log.exception("the directory failed")
             return [Refused(DirectoryRefusal.MALFORMED) for _ in requests]
 
