@@ -112,6 +112,43 @@ def test_hang_ups_reach_the_engine_before_and_in_the_stream(play: Play) -> None:
     play(scenario, engines=1)
 
 
+@pytest.mark.parametrize("phase", ["connecting", "refused"])
+def test_hang_ups_before_an_answer_give_the_receipt_back(
+    play: Play, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a connection is made, and while a worker's refusal is read."""
+
+    async def scenario(world: World) -> None:
+        (engine,), gateway, client = world.engines, world.gateway, await world.client()
+        (pool,) = gateway.turns.pools.values()
+        begun, is_cancelled = asyncio.Event(), asyncio.Event()
+
+        async def never() -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_cancelled.set()
+
+        if phase == "connecting":
+            monkeypatch.setattr(pool, "connect", never)
+        client.writer.write(b"GET /v1/refusal HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n")
+        if phase == "connecting":
+            await begun.wait()
+        else:
+            while not any(engine.seen):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)  # its head is here
+        assert gateway.state.live == 1
+        client.hang_up()
+        await (is_cancelled if phase == "connecting" else engine.hung_up).wait()
+        await world.settled()
+        assert gateway.state.account.aborted == 1
+        assert pool.idle == 0
+
+    play(scenario, engines=1)
+
+
 def test_a_worker_killed_in_mid_stream_is_seen_by_the_client(play: Play) -> None:
     async def scenario(world: World) -> None:
         client = await world.client()

@@ -109,6 +109,8 @@ class FakeEngine:
             await self.go_on.wait()
         if path.startswith(b"/v1/drop"):
             raise ConnectionError
+        if path.startswith(b"/v1/refusal"):
+            await self._refuse_by_half(reader, writer)
         if path.startswith(b"/v1/stream"):
             await self._stream(reader, writer)
             return
@@ -139,6 +141,16 @@ class FakeEngine:
             b"x-request-id: engine\r\n%bcontent-length: %d\r\n\r\n%b" % (says, len(text), text)
         )
         await writer.drain()
+
+    async def _refuse_by_half(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """A refusal that stops in its middle."""
+        no = b"HTTP/1.1 503 No\r\nx-ownerserve-refusal: no_room\r\ncontent-length: 9\r\n\r\n{"
+        writer.write(no)
+        await reader.read()
+        self.hung_up.set()
+        raise ConnectionError
 
     def _about_itself(self, path: bytes, head: bytes) -> tuple[int, bytes] | None:
         """Status and body, where it is asked what it is, or for its key; None: for a turn."""
