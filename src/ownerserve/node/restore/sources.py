@@ -109,7 +109,9 @@ class Device(Protocol):
     decides nothing."""
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """`layout` is the components and the block length of the device's state."""
+        ...
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
         """Return how much of `tokens` is on the device."""

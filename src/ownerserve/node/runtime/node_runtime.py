@@ -75,7 +75,9 @@ class EnginePort(Protocol):
     """
 
     @property
-    def abilities(self) -> Abilities: ...
+    def abilities(self) -> Abilities:
+        """`abilities` are what the engine can do for a restore."""
+        ...
 
     def read_slots(self, component: str, slots: Sequence[int]) -> memoryview:
         """Return the bytes of `slots`, one after another: a copy that no later step changes."""

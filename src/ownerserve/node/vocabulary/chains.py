@@ -37,7 +37,10 @@ class Hashes(Protocol):
 
     def hashed(
         self, tokens: Packed, session_id: SessionId | None, made: HashedPrefix | None = None
-    ) -> HashedPrefix: ...
+    ) -> HashedPrefix:
+        """Return the full blocks of `tokens` with their digests; `made` are digests that
+        somebody else made."""
+        ...
 
 
 class Chains:

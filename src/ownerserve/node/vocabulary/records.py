@@ -202,6 +202,7 @@ class RecordNames:
             yield Cell(first, min(first + self.blocks, depth))
 
     def range_id(self, component: str, cell: Cell, digests: Ends) -> bytes:
+        """Return the id of the component's range record of the cell."""
         block = self.layout.block_tokens
         hashed = digests[cell.end - 1]
         return self._ids[component].range(hashed, cell.first * block, cell.end * block)
@@ -228,6 +229,7 @@ class RecordNames:
         return places[number]
 
     def point_id(self, component: str, depth: int, digests: Ends) -> bytes:
+        """Return the id of the component's point record at `depth` blocks."""
         return self._ids[component].point(digests[depth - 1], depth * self.layout.block_tokens)
 
     def shared_cell(self, inside: Inside, digests: Digests) -> Cell | None:
@@ -246,6 +248,8 @@ class RecordNames:
         return Cell(first, depth)
 
     def range_meta(self, component: str, cell: Cell, digests: Digests) -> Meta:
+        """Return the metadata of the component's range record of the cell, with the digests
+        inside it."""
         units, block = cell.end - cell.first, self.layout.block_tokens
         inner = b"".join(digests[cell.first : cell.end - 1])
         assert len(inner) == (units - 1) * ID_BYTES
@@ -260,6 +264,7 @@ class RecordNames:
         )
 
     def point_meta(self, component: str, depth: int, digests: Digests) -> Meta:
+        """Return the metadata of the component's point record at `depth` blocks."""
         position = depth * self.layout.block_tokens
         return msgspec.structs.replace(
             self._metas[component],

@@ -171,11 +171,20 @@ class RunnerPort(Protocol):
 
     device: torch.device
 
-    def apply(self, effects: Sequence[Effect]) -> None: ...
+    def apply(self, effects: Sequence[Effect]) -> None:
+        """Perform the cache's effects in order."""
+        ...
+
     def prefill(
         self, table: Table, tokens: Sequence[int], start: int, *, write_floor: int = 0
-    ) -> Tensor: ...
-    def decode(self, rows: Sequence[DecodeRow]) -> Tensor: ...
+    ) -> Tensor:
+        """Compute `tokens` of one sequence from position `start` on and return logits [kept,
+        vocab]."""
+        ...
+
+    def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
+        """Compute one token for each row and return logits [rows, vocab]."""
+        ...
 
 
 class _Live(msgspec.Struct, eq=False):

@@ -80,18 +80,23 @@ class WorkerMetrics:
         self._reservations.labels(outcome).inc()
 
     def refused(self, reason: WorkerRefusal) -> None:
+        """Count a request that was refused, by reason."""
         self._outcomes.labels(reason.value).inc()
 
     def finished(self, outcome: str) -> None:
+        """Count a request that ended: stop, length or aborted."""
         self._outcomes.labels(outcome).inc()
 
     def first_token(self, after_s: float) -> None:
+        """Observe the seconds from a request's arrival to its first token."""
         self._ttft.observe(after_s)
 
     def generated(self, tokens: int) -> None:
+        """Count tokens that were sampled."""
         self._completion_tokens.inc(tokens)
 
     def preempted(self, sequences: int) -> None:
+        """Count sequences that were preempted."""
         self._preemptions.inc(sequences)
 
     def step(self, kind: str, *, took_s: float, load: SchedulerLoad, cache: HeteroCache) -> None:

@@ -100,7 +100,9 @@ WINDOW_TOKENS = 64
 class Decoder(Protocol):
     """A `Decoder` is the part of a tokenizer that this module needs."""
 
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`."""
+        ...
 
 
 class Detokenizer:
