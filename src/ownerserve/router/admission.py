@@ -114,7 +114,7 @@ class SessionAdmission:
 
     @property
     def waiting(self) -> int:
-        """How many sessions wait for a seat."""
+        """How many turns wait for a seat."""
         return len(self._waiting)
 
     def ask(
@@ -335,8 +335,7 @@ Go: TypeAlias = Callable[[float], None]
 
 
 class AdmissionQueue:
-    """The queue holds the first turns that wait for a seat, each with what it does once it may
-    enter.
+    """The queue holds the turns that wait for a seat, each with what it does once it may enter.
 
     Decides nothing: it asks `admission` and calls whom that names. Without one, every turn goes on
     at once. Gateway and simulator stand the same queue in front of their routers.
@@ -347,7 +346,7 @@ class AdmissionQueue:
         self._waiting: dict[Ticket, Go] = {}
 
     def __len__(self) -> int:
-        """How many sessions wait for a seat."""
+        """Return how many turns wait for a seat."""
         return len(self._waiting)
 
     def enter(

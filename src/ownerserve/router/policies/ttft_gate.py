@@ -15,8 +15,8 @@ PENALTY_MS_MAX = 5000.0
 
 
 class TtftGate:
-    """The policy takes the holder unless its answer comes so much later that a cold prefill is due.
-    It keeps no state."""
+    """The policy takes the home unless the answer there comes over PENALTY_MS_MAX later than at the
+    least loaded worker. It keeps no state."""
 
     needs = ANY_WORKER
 

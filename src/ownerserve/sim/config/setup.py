@@ -58,17 +58,17 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     policy            where turns run: a router policy (POLICIES)
     workers           routing units; of these `prefill_workers` only prefill (PD)
-    pace              model@gpu of a shipped pace (sim.pace), or a file of one's own
+    pace              model@gpu of a shipped pace (sim.engine.pace), or a file of one's own
     kv_bytes          device memory for state of a worker; 0: what the pace's GPUs have
     step_tokens       tokens of prefill and decode in one engine step
     running           sequences that an engine runs at once
     longest_fold      decode steps in one event at most; 1 simulates every step
     transfer_s        after so long without room a transfer is given up
     cache_policy      eviction order on the device (cache.policies)
-    abilities         what engines may do: ideal, or what hf or vllm workers state (sim.granted)
+    abilities         what engines may do: ideal, or what hf or vllm workers state (config.granted)
     oracle            "": none; "infinite", "horizon" or a part of that: see sim.oracle
-    seats             how many sessions may run at once (router.seats); None: all that come
-    hot_ms, cool_s    T_hot and T_cool; None: derived from the pace (router.derive)
+    seats             how many sessions may run at once (router.admission); None: all that come
+    hot_ms, cool_s    T_hot and T_cool; None: derived from the pace (router.settings)
     sample_s          how often load is sampled for heat maps and indices
     directory_ms      to the ownership directory and back
     faults            what breaks, and when

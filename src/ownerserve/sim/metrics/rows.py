@@ -33,7 +33,7 @@ class TurnRow(msgspec.Struct, gc=False):
     prompt when that was another one. `owner`: the worker whose device held the session's state when
     the turn arrived, NO_WORKER when none did (a first turn, a lost owner).
     `owner_wait_ms`: what others' pending prefill would have made the turn wait at `owner` then
-    (`router.heat.wait_ms`); at `worker`, when there was no owner.
+    (`router.pricing.wait_ms`); at `worker`, when there was no owner.
     `attempts`: dispatches, 1 when nothing was retried. `preemptions`: times it was thrown out.
 
     When: `arrived_s` released; `routed_s` the dispatch that ended it; `started_s` admitted by the

@@ -106,7 +106,7 @@ def unit_layout(geometry: Geometry, unit_tokens: int) -> Layout:
 
 
 def slots_for(layout: Layout, hbm_bytes: int, running: int) -> PoolSizes:
-    """Return how the device's bytes are shared, as our engine shares them (cache.budget)."""
+    """Return how the device's bytes are shared, as our engine shares them (cache.pools.budget)."""
     return share_memory(layout, hbm_bytes, max_running=running)
 
 

@@ -1,4 +1,4 @@
-"""The store under a simulated node joins tiers behind one face, as store.tiered does.
+"""The store under a simulated node joins tiers behind one face, as store.tiers.tiered does.
 
     write   reserve ── room, or why not ── the home's pipe ── commit: readable, copies above it
     read    is all of it there? ── pipes of the tiers that have it ── in host memory

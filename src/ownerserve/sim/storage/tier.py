@@ -1,7 +1,7 @@
 """A simulated tier knows which records it holds, and who must go for more. No bytes, no clock.
 
-What is kept and what goes is decided by the store's own classes (store.ledger, store.policy): this
-is their catalogue, with a pipe for reads and one for writes. Owns its records, and their room.
+What is kept and what goes is decided by the store's own classes (store.tiers.ledger and policy):
+this is their catalogue, with a pipe for reads and one for writes. Owns its records, and their room.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def agents(
     """Return the setup of Claude-Code sessions on WORKERS GPUs; the next begins when one of `lanes`
     ends.
 
-    `policy` may end with " + seats": new sessions wait until their context fits (router.seats).
+    `policy` may end with " + seats": new sessions wait until their context fits (router.admission).
     `changes`: fields of Shape where it has them, else of Setup. Half of the workers prefill for
     policies that split.
     """

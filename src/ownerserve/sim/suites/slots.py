@@ -1,9 +1,9 @@
 """This module has baselines that the seeds replace: a session's state is one slot, and goes as one.
 
-Owns three parts (sim.build.Parts) that no policy of production has: the worker of seed 001 that
-frees a whole session at once, and the transfers and the router of seed 003. They use production's
-cache; what they do with it is what those seeds tell of SGLang's sessions. Never used by a fleet
-that is not called a baseline.
+Owns three parts (sim.build.BaselineParts) that no policy of production has: the worker of seed 001
+that frees a whole session at once, and the transfers and the router of seed 003. They use
+production's cache; what they do with it is what those seeds tell of SGLang's sessions. Never used
+by a fleet that is not called a baseline.
 """
 
 from __future__ import annotations
