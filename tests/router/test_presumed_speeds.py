@@ -21,7 +21,9 @@ def fleet() -> Fleet:
 
 
 def says(fleet: Fleet, name: str, speed: Speed, *, measured: bool, digest: str = "spec") -> None:
-    profile = Profile(spec_digest=digest, speed=speed, is_measured=measured)
+    profile = Profile(
+        spec_digest=digest, speed=speed, is_prefill_measured=measured, are_steps_measured=measured
+    )
     fleet.raise_up(WorkerUp(WorkerId(name), 0, Incarnation(1), profile))
     fleet.check()
 
@@ -54,6 +56,17 @@ def test_one_that_measures_itself_is_believed_and_others_follow_one_only(fleet: 
     fleet.take_down(WorkerId("one"))
     says(fleet, "two", replace(SLOW, step_ms=40.0), measured=True)
     assert step_ms(fleet, "three") == 40.0, "the other stands in for one that is down"
+
+
+def test_what_a_worker_has_measured_is_its_own_and_only_the_rest_is_presumed(fleet: Fleet) -> None:
+    """A busy worker measures its steps long before a prefill that runs alone."""
+    own = replace(ASSUMED, step_ms=3.0)
+    profile = Profile(spec_digest="spec", speed=own, is_prefill_measured=False)
+    fleet.raise_up(WorkerUp(WorkerId("two"), 0, Incarnation(1), profile))
+    says(fleet, "one", SLOW, measured=True)
+    two = fleet[WorkerId("two")]
+    assert not two.profile.is_measured
+    assert (two.speed.prefill, two.speed.step_ms) == (SLOW.prefill, 3.0)
 
 
 def test_who_goes_or_becomes_another_model_gives_the_measure_no_more(fleet: Fleet) -> None:

@@ -330,12 +330,13 @@ class PresumedSpeeds:
         known = self._by_digest.get(profile.spec_digest)
         if profile.is_measured or known is None:
             return profile.speed
-        like = known[1]
+        like, own = known[1], profile.speed
+        steps = own if profile.are_steps_measured else like
         return replace(
-            profile.speed,
-            prefill=like.prefill,
-            step_ms=like.step_ms,
-            step_ms_per_sequence=like.step_ms_per_sequence,
+            own,
+            prefill=own.prefill if profile.is_prefill_measured else like.prefill,
+            step_ms=steps.step_ms,
+            step_ms_per_sequence=steps.step_ms_per_sequence,
         )
 
     def settle(self, digest: str, workers: Iterable[Worker]) -> bool:

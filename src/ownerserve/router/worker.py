@@ -119,9 +119,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Device memory for state; 0: unknown, taken as enough."""
     sequence_tokens: int = 0
     """The longest sequence it takes; 0: not said."""
-    is_measured: bool = True
-    """Whether its prefill and its steps were measured; else `speed` is assumed, and its like that
-    have measured theirs stand in for it (fleet.PresumedSpeeds)."""
+    is_prefill_measured: bool = True
+    """Whether its prefill was measured; else `speed` has an assumed one, and its like that have
+    measured theirs stand in for it (fleet.PresumedSpeeds)."""
+    are_steps_measured: bool = True
+    """Whether its decode steps were measured, in the same way."""
+
+    @property
+    def is_measured(self) -> bool:
+        return self.is_prefill_measured and self.are_steps_measured
 
     @property
     def names(self) -> frozenset[str]:

@@ -58,7 +58,9 @@ def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[
         actions=_actions(stated.actions),
         kv_bytes_total=status.load.kv_bytes_total,
         sequence_tokens=stated.sequence_tokens,
-        is_measured=_is_measured(stated.speed),
+        is_prefill_measured=stated.speed is not None
+        and stated.speed.prefill_measured_s is not None,
+        are_steps_measured=stated.speed is not None and stated.speed.step_measured_s is not None,
     )
     return profile, tuple(problems)
 
@@ -94,12 +96,6 @@ def _speed(stated: ProfileStatement, default: Speed) -> Speed:
         kv_bytes_per_sequence=stated.kv_bytes_per_sequence,
     )
     return speed if stated.speed is None else _at(speed, stated.speed)
-
-
-def _is_measured(stated: SpeedStatement | None) -> bool:
-    """Return whether the worker has run both kinds of work; one that states no speed has measured
-    none."""
-    return stated is not None and None not in (stated.prefill_measured_s, stated.step_measured_s)
 
 
 _TIERS = frozenset(tier.value for tier in Tier)
