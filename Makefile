@@ -57,7 +57,7 @@ check: setup     ## lint, types, layers, size ratchet, dead wires, names
 	$(BIN)/lint-imports
 	$(BIN)/python tools/ratchet.py
 	$(BIN)/python tools/wires.py
-	$(BIN)/python tools/names.py
+	$(BIN)/python tools/names.py --strict
 	$(BIN)/python tools/closed.py
 
 bench: setup bench-envs ## every benchmark; results in benchmarks/results/
