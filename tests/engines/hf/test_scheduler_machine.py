@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ownerserve.cache.effects import Effect, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.layout import Component, Layout, Table
 from ownerserve.cache.outcomes import Begun, CacheRefusal, CacheRefused, NoRoom, Turn
+from ownerserve.cache.sessions import DigestAt
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import (
     RequestArrival,
@@ -46,6 +47,13 @@ class Held:
         self.blocks = len(computed) // TOKEN_BYTES // BLOCK
 
 
+class NoSessions:
+    """Nothing is kept between turns, so that none is an append."""
+
+    def append_of(self, turn: Turn, digest_at: DigestAt) -> None:
+        return None
+
+
 class FakeCache:
     """`capacity` blocks for running turns; snapshots are kept for ever and cost nothing.
 
@@ -59,6 +67,7 @@ class FakeCache:
             (Component("dense", Coverage.RANGE, 1, 1), Component("swa", Coverage.POINT, 1, 1)),
         )
         self.capacity = capacity
+        self.sessions = NoSessions()
         self.turns: dict[TurnId, Held] = {}
         self.points: set[bytes] = set()
         self.finished: list[TurnId] = []
