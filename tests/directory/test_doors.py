@@ -421,3 +421,31 @@ def test_who_slept_and_was_replaced_owns_nothing() -> None:
     fleet.rest(A, 0.0)
     assert S1 not in fleet.units[A].owner.grants
     assert fleet.record().owner == B
+
+
+def test_a_hand_over_that_the_end_of_the_lease_cut_off_is_begun_anew() -> None:
+    """It never arrived: the record names who gave the session up, and nobody else could bind it."""
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    epoch = fleet.epoch(A)
+    assert isinstance(fleet.units[A].release(S1, epoch, B, now_s=fleet.now_s), list)  # and lost
+    fleet.now_s = 2 * LEASE_S
+    fleet.rest(B, 0.0)
+    fleet.rest(A, 0.0)
+    assert fleet.record().owner == A
+    assert fleet.epoch(A) > epoch
+
+
+def test_a_hand_over_that_arrived_before_the_lease_ended_stands() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    asks = fleet.units[A].release(S1, fleet.epoch(A), B, now_s=fleet.now_s)
+    assert isinstance(asks, list)
+    for one in asks:
+        fleet.state.handle(one.request, fleet.now_s)  # its answer is lost
+    fleet.rest(B, LEASE_S / 2)
+    fleet.now_s = 2 * LEASE_S - 1
+    fleet.rest(B, 0.0)
+    fleet.rest(A, 0.0)
+    assert fleet.record().owner == B
+    assert S1 not in fleet.units[A].owner.grants

@@ -22,6 +22,7 @@ ONCE_VIOLATED = {
     647: "who slept past its lease, and was not replaced, owned its sessions no more",
     1450: "the answer to a probe that was counted as bad brought a former life back",
     7390: "a directory without memory gave a session below an epoch that its owner had heard",
+    25307: "a hand-over that the end of the lease cut off was forgotten by its owner",
 }
 """Schedules that found something, and what."""
 

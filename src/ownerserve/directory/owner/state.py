@@ -472,10 +472,13 @@ class OwnerState:
         return [self._ask(Register(self.unit, self.seen), now_s)]
 
     def _lapse(self, reason: str) -> None:
-        """End the lease. What was owned, or was being adopted, is bound anew: while nobody else
-        took a session, its record still names this unit, and nobody else could have it.
+        """End the lease. What was owned, was being adopted or was being handed over is bound anew:
+        while nobody else took a session, its record still names this unit, and nobody else could
+        have it.
         """
-        owned = {name: _Wanted() for name in [*self._carried, *self.grants][-WANTED_MAX:]}
+        asked = [ask.request for ask in self._asks.values()]
+        moving = [one.session_id for one in asked if isinstance(one, Transfer)]
+        owned = {name: _Wanted() for name in [*moving, *self._carried, *self.grants][-WANTED_MAX:]}
         self._void(reason)
         self._wanted = owned | self._wanted
 
