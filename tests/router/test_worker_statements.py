@@ -123,6 +123,24 @@ def test_a_worker_whose_figures_change_is_priced_anew(play: Play) -> None:
     play(scenario, engines=1, states=states, health_interval_s=0.02)
 
 
+def test_a_worker_that_has_measured_nothing_is_priced_as_its_like_that_has(play: Play) -> None:
+    """The dates of a statement decide: without them it would look 20 times as fast as its like."""
+    busy = stated("m", 20.0, 200.0, spec_digest="d")
+    new = stated("m", 1.0, 10.0, spec_digest="d")
+    assert new.profile.speed is not None
+    assumed = replace(new.profile.speed, prefill_measured_s=None, step_measured_s=None)
+    idle = replace(new, profile=replace(new.profile, speed=assumed))
+
+    async def scenario(world: World) -> None:
+        first, second = world.gateway.state.fleet
+        assert (first.speed.prefill.b_ms, first.speed.step_ms) == (20.0, 200.0)
+        assert (second.speed.prefill.b_ms, second.speed.step_ms) == (20.0, 200.0)
+        told = [one["profile"] for one in (await admin(world, "/status")).json()["workers"]]
+        assert [one["is_measured"] for one in told] == [True, False]
+
+    play(scenario, states=[msgspec.json.encode(busy), msgspec.json.encode(idle)])
+
+
 def test_a_bad_field_is_a_warning_a_metric_and_a_line_and_the_worker_serves(
     play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:
