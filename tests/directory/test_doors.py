@@ -55,6 +55,11 @@ class Fleet:
         one = self.units[who]
         self.deliver(who, [*one.owner.tick(self.now_s), *one.along(self.now_s)])
 
+    def long_after(self, who: RoutingUnit) -> None:
+        """Its last turn is so long ago that nothing is asked for because of that."""
+        for _ in range(10):
+            self.rest(who, LEASE_S / 3)
+
     def epoch(self, who: RoutingUnit) -> Epoch:
         return self.units[who].owner.grants[S1].epoch
 
@@ -405,8 +410,9 @@ def test_who_slept_and_was_not_replaced_owns_again_without_a_turn() -> None:
     """The record names it all the while, so nobody else can bind, and no turn may come to it."""
     fleet = Fleet(A, B)
     fleet.turn(A, 1)
+    fleet.long_after(A)
     epoch = fleet.epoch(A)
-    fleet.now_s = 2 * LEASE_S
+    fleet.now_s += 2 * LEASE_S
     fleet.rest(A, 0.0)
     assert fleet.epoch(A) > epoch
     assert (fleet.record().owner, fleet.record().version) == (A, 1)
@@ -427,9 +433,10 @@ def test_a_hand_over_that_the_end_of_the_lease_cut_off_is_begun_anew() -> None:
     """It never arrived: the record names who gave the session up, and nobody else could bind it."""
     fleet = Fleet(A, B)
     fleet.turn(A, 1)
+    fleet.long_after(A)
     epoch = fleet.epoch(A)
     assert isinstance(fleet.units[A].release(S1, epoch, B, now_s=fleet.now_s), list)  # and lost
-    fleet.now_s = 2 * LEASE_S
+    fleet.now_s += 2 * LEASE_S
     fleet.rest(B, 0.0)
     fleet.rest(A, 0.0)
     assert fleet.record().owner == A
@@ -449,3 +456,76 @@ def test_a_hand_over_that_arrived_before_the_lease_ended_stands() -> None:
     fleet.rest(A, 0.0)
     assert fleet.record().owner == B
     assert S1 not in fleet.units[A].owner.grants
+
+
+def test_who_gave_a_session_up_and_is_given_it_back_owns_it_without_a_turn() -> None:
+    """A gateway's word of an owner's turn came late: its unit was a guest at no time (30622)."""
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    assert fleet.release(A, fleet.epoch(A), B) is None
+    fleet.turn(B, 2)
+    assert fleet.release(B, fleet.epoch(B), A) is None
+    assert fleet.record().owner == A and S1 not in fleet.units[A].owner.grants
+    for _ in range(3):
+        fleet.rest(A, LEASE_S / 3)
+    assert fleet.epoch(A) == fleet.record().epoch
+
+
+def test_who_slept_and_is_given_back_what_another_took_owns_it_without_a_turn() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    fleet.now_s = LEASE_S + 1.0
+    fleet.rest(B, 0.0)
+    fleet.turn(B, 2)
+    fleet.rest(A, 0.0)
+    assert fleet.release(B, fleet.epoch(B), A) is None
+    for _ in range(3):
+        fleet.rest(A, LEASE_S / 3)
+    assert fleet.epoch(A) == fleet.record().epoch
+
+
+def test_a_session_on_its_way_to_another_is_not_asked_for() -> None:
+    """Asked for without a turn, it would be ours again before the hand-over arrives."""
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    assert fleet.units[A].release(S1, fleet.epoch(A), B, now_s=fleet.now_s)  # and lost
+    along = fleet.units[A].along(2.0)
+    assert not any(isinstance(one.request, ask.Bind) for one in along)
+    fleet.rest(A, 2.0)
+    assert fleet.record().owner == B
+
+
+def test_an_end_that_the_end_of_the_lease_cut_off_is_asked_for_again() -> None:
+    """It never arrived: the record names a living unit, so no sweep would take it."""
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    assert fleet.units[A].over(S1, fleet.now_s)  # and lost
+    fleet.now_s = 2 * LEASE_S
+    fleet.rest(B, 0.0)
+    fleet.rest(A, 0.0)
+    assert isinstance(fleet.state.handle(ask.FindSession(S1), fleet.now_s), ask.Miss)
+    fleet.turn(B, 2)
+    assert fleet.record().owner == B
+
+
+def test_an_end_that_the_end_of_the_lease_cut_off_ends_nothing_of_another_owner() -> None:
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    assert fleet.units[A].over(S1, fleet.now_s)  # and lost
+    fleet.now_s = LEASE_S + 1.0
+    fleet.rest(B, 0.0)
+    fleet.turn(B, 2)
+    fleet.rest(A, 0.0)
+    assert fleet.record().owner == B and S1 in fleet.units[B].owner.grants
+
+
+def test_a_session_that_goes_on_after_its_end_is_not_ended_with_the_lease() -> None:
+    """A turn came after all while the end was on its way, and bound it under a new epoch."""
+    fleet = Fleet(A)
+    fleet.turn(A, 1)
+    assert fleet.units[A].over(S1, fleet.now_s)  # and lost
+    fleet.turn(A, 2)
+    version = fleet.record().version
+    fleet.now_s = 2 * LEASE_S
+    fleet.deliver(A, fleet.units[A].owner.tick(fleet.now_s))
+    assert fleet.record().version == version and fleet.epoch(A) == fleet.record().epoch

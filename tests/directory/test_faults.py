@@ -19,10 +19,9 @@ from tests.support.directory.mutations import MUTATIONS, Mutation, first_caught,
 CAUGHT_WITHIN = 2000
 ONCE_VIOLATED = {
     350: "an owner that ceased to be one went on where it had read before",
-    647: "who slept past its lease, and was not replaced, owned its sessions no more",
     1450: "the answer to a probe that was counted as bad brought a former life back",
     7390: "a directory without memory gave a session below an epoch that its owner had heard",
-    25307: "a hand-over that the end of the lease cut off was forgotten by its owner",
+    30622: "who gave a session up and was given it back asked for it no more",
 }
 """Schedules that found something, and what."""
 

@@ -239,7 +239,8 @@ class Process:
         journal = self.world.journals[serving.client[0]]
         journal.guests.add(serving.request)
         self.world.counts["turns of guests"] += 1
-        self._answer(serving, len(journal.done), None)
+        other = self.guarded.other_owner(serving.client[0]) if self.world.guests_tell else None
+        self._answer(serving, len(journal.done), other)
 
     def _left(self, session_id: SessionId) -> None:
         """What the node tells at a turn's end, whoever owns the session by then."""
@@ -250,11 +251,12 @@ class Process:
         )
         self.send(self.guarded.left(session_id, tip, now_s))
 
-    def _answer(self, serving: Serving, length: int, owned: SessionGrant | None) -> None:
-        """An owner says under which epoch it owns the session."""
-        epoch = None if owned is None else owned.epoch
+    def _answer(
+        self, serving: Serving, length: int, owner: tuple[RoutingUnit, Epoch] | None
+    ) -> None:
+        """Who owns the session is said with it: an owner names itself, a guest whom it heard of."""
         for router, receipt, _ in self._callers.pop(serving.request, ()):
-            told = partial(router.answered, receipt, 1000 + 25 * length, self.unit, epoch)
+            told = partial(router.answered, receipt, 1000 + 25 * length, owner)
             self.world.net.send(told)
         self.world.net.send(partial(self.world.done, serving.client, serving.request))
 
@@ -334,7 +336,8 @@ class Process:
             if is_busy:
                 self._ceases(serving)
             return
-        self._answer(serving, length, serving.grant)
+        assert serving.grant is not None
+        self._answer(serving, length, (self.unit, serving.grant.epoch))
         if self._is_open(session_id, serving.grant):
             self._length[session_id] = max(self._length[session_id], length)
         if is_busy:

@@ -165,14 +165,14 @@ class Router:
             self._look()
 
     def answered(
-        self, receipt: Receipt, tokens: int, unit: RoutingUnit, epoch: Epoch | None
+        self, receipt: Receipt, tokens: int, owner: tuple[RoutingUnit, Epoch] | None
     ) -> None:
-        """The whole answer. `epoch`: under which `unit` owns the session; None: a guest's."""
+        """The whole answer. `owner`: whose the session is, and under which epoch, by its word."""
         call = self.calls.get(receipt)
         if call is None or self.dead:
             return
-        if epoch is not None:
-            self._claimed(call.client[0], unit, epoch)
+        if owner is not None:
+            self._claimed(call.client[0], *owner)
         self._end(Done(receipt, Usage(tokens, 20, tokens // 2)))
         self.world.net.send(partial(self.world.done, call.client, call.request))
 

@@ -62,6 +62,8 @@ class World:
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
         self.net = Net(rng, HEAL_S)
+        self.guests_tell = seed % 4 == 1
+        """Guests' answers name the owner, as workers' do: that mends what may not need it."""
         self.oracle = Oracle(LEASE_S)
         self.sessions = [SessionId(f"s{number}") for number in range(rng.randrange(1, 4))]
         self.journals = {name: Journal(name) for name in self.sessions}

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 from ownerserve.directory.decisions import checks
 from ownerserve.directory.messages import Outcome
-from ownerserve.directory.owner.doors import Doors, GuardedOwner, GuestSessions
+from ownerserve.directory.owner.doors import Doors, GuardedOwner, RecentSessions
 from ownerserve.directory.owner.state import Ask, OwnerState
 from ownerserve.kv.epoch import Term
 from ownerserve.kv.errors import OwnerServeError
@@ -86,7 +86,7 @@ def same_term(_world: World, above: Term | None) -> Term:
     return Term(above.ordinal + 1 if above else 1, 1)
 
 
-def never_due(*_: object) -> list[object]:
+def never_due(*_: object, **_named: object) -> list[object]:
     return []
 
 
@@ -197,7 +197,7 @@ MUTATIONS = (
     without(Instead(Doors, "hear", nothing)),
     without(Instead(GuardedOwner, "_is_stale", no)),
     without(Instead(GuardedOwner, "_void_below", no)),
-    without(Instead(GuestSessions, "due", never_due)),
+    without(Instead(RecentSessions, "due", never_due)),
     without(Instead(fault_world.World, "new_term", same_term)),
     # The node's
     without(Instead(Restores, "overdue", never_due)),

@@ -9,10 +9,11 @@ A turn has no door: under whatever epoch it comes, it is served, as a guest's if
 bounded, the session heard of longest ago is forgotten first. That is safe: the directory's
 compare-and-set refuses what a door would have refused, only later.
 
-*Guests*: a gateway asks the owner to hand a session over to where its turns are done, and the
-directory tells nobody of what it is given. So a unit that had such a turn asks again, along with
-frames that go anyway: at first after AGAIN_S, then after twice as long, until ASKED_FOR_S have
-passed.
+*Recent sessions*: a gateway asks the owner to hand a session over to where its turns are done, and
+the directory tells nobody of what it is given. So a unit that had a turn asks again while it does
+not own the session, along with frames that go anyway: at first after AGAIN_S, then after twice as
+long, until ASKED_FOR_S have passed since the turn. An owner's turn counts as well: the gateway's
+word of it may come when the session is another's.
 
 *Idle sessions*: few clients say that a session ends. The sweep takes the records of those whose
 owner is gone; an owner that lives ends them itself, or its grants, its records and what stands on
@@ -23,6 +24,7 @@ version 0; what is cached of it stays what it was.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Container
 from typing import TypeAlias
 
 import msgspec
@@ -51,8 +53,8 @@ SESSIONS_MAX = 100_000
 
 AGAIN_S = 1.0
 ASKED_FOR_S = 60.0
-"""For how long a guest asks: two leases, in which a former owner may ask for the hand-over."""
-GUESTS_MAX = 1000
+"""For how long a session is asked for: two leases, in which its owner may ask for the hand-over."""
+RECENT_MAX = 1000
 
 AT_ONCE = 1000
 """Idle sessions that are ended with one frame, at most."""
@@ -103,42 +105,47 @@ class Doors:
         return self._heard.get(session_id)
 
 
-class _Guest(msgspec.Struct):
+class _Recent(msgspec.Struct):
     due_s: float
     wait_s: float
+    until_s: float
 
 
-class GuestSessions:
-    """Guest sessions are those whose last turn here was a guest's, with when each is asked for
-    again. Beyond GUESTS_MAX the oldest is forgotten: its next turn asks for it.
+class RecentSessions:
+    """Recent sessions are those that had a turn here in the last minute, with when each is asked
+    for again while it is not ours. Beyond RECENT_MAX the oldest is forgotten: its next turn asks
+    for it.
     """
 
     def __init__(self) -> None:
-        self._sessions: dict[SessionId, _Guest] = {}
+        self._sessions: dict[SessionId, _Recent] = {}
 
     def add(self, session_id: SessionId, now_s: float) -> None:
-        """Note that a guest's turn of the session has ended here, or that somebody said that it is
-        ours.
-        """
+        """Note that a turn of the session has ended here, or that somebody said that it is ours."""
         self._sessions.pop(session_id, None)
-        self._sessions[session_id] = _Guest(now_s + AGAIN_S, AGAIN_S)
-        if len(self._sessions) > GUESTS_MAX:
+        self._sessions[session_id] = _Recent(now_s + AGAIN_S, AGAIN_S, now_s + ASKED_FOR_S)
+        if len(self._sessions) > RECENT_MAX:
             del self._sessions[next(iter(self._sessions))]
 
     def discard(self, session_id: SessionId) -> None:
-        """Forget the session, which is ours, or over: it is not asked for."""
+        """Forget the session, which is over: it is not asked for."""
         self._sessions.pop(session_id, None)
 
-    def due(self, now_s: float) -> list[SessionId]:
+    def due(
+        self, now_s: float, *, owned: Container[SessionId], leaving: Container[SessionId]
+    ) -> list[SessionId]:
         """List the sessions that are to be asked for with the frame that goes now; each waits twice
-        as long for its next time.
+        as long for its next time. One that is owned or leaving is not asked for, but may be soon.
         """
-        due = [name for name, guest in self._sessions.items() if guest.due_s <= now_s]
-        for name in due:
-            guest = self._sessions[name]
-            guest.wait_s *= 2
-            guest.due_s = now_s + guest.wait_s
-            if guest.wait_s > ASKED_FOR_S:
+        due: list[SessionId] = []
+        for name, one in list(self._sessions.items()):
+            if now_s < one.due_s:
+                continue
+            if name not in owned and name not in leaving:
+                due.append(name)
+                one.wait_s *= 2
+            one.due_s = now_s + one.wait_s
+            if now_s >= one.until_s:
                 del self._sessions[name]
         return due
 
@@ -191,7 +198,7 @@ class GuardedOwner:
     def __init__(self, owner: OwnerState) -> None:
         self.owner = owner
         self.doors = Doors()
-        self._guests = GuestSessions()
+        self._recent = RecentSessions()
         self._idle = IdleSessions()
 
     def came(
@@ -212,26 +219,26 @@ class GuardedOwner:
 
     def left(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
         """Note that a turn of the session has ended here, and left it at `tip`."""
-        if session_id not in self.owner.grants:
-            self._guests.add(session_id, now_s)
+        self._recent.add(session_id, now_s)
         self._idle.used(session_id, now_s)
         return self.owner.finished(session_id, tip, now_s)
 
     def over(self, session_id: SessionId, now_s: float) -> Asks:
         """Note that the session's last turn has ended."""
-        self._guests.discard(session_id)
+        self._recent.discard(session_id)
         self._idle.discard(session_id)
         return self.owner.end(session_id, now_s)
 
     def along(self, now_s: float) -> Asks:
         """Return the requests that go with a frame that goes anyway: the lease is renewed, sessions
         that had no turn for a day end, and those are asked for that may have become ours since
-        their turn.
+        their turn here.
         """
         asks = self.owner.renewal(now_s)
         for session_id in self._idle.due(now_s):
             asks += self.owner.end(session_id, now_s)
-        for session_id in self._guests.due(now_s):
+        recent = self._recent.due(now_s, owned=self.owner.grants, leaving=self.owner.leaving())
+        for session_id in recent:
             asks += self.owner.want(session_id, now_s)
         return asks
 
@@ -249,7 +256,7 @@ class GuardedOwner:
             return self._refuse(WorkerRefusal.WRONG_TARGET)
         if self.owner.may_serve(session_id, now_s) is None:
             if target is not None and session_id not in self.owner.grants:
-                self._guests.add(session_id, now_s)  # it may be ours, and nobody has told us
+                self._recent.add(session_id, now_s)  # it may be ours, and nobody has told us
             return self._refuse(WorkerRefusal.NOT_OWNER)
         if target is None:
             return self.over(session_id, now_s)
@@ -275,11 +282,7 @@ class GuardedOwner:
         self._count(ask.request, outcome)
         voided = [told[0] for told in _told(ask.request, outcome) if self.hear(*told)]
         asks = self.owner.answered(ask.number, outcome, now_s)
-        for session_id in _granted(ask.request, outcome):
-            if self._void_below(session_id):
-                voided.append(session_id)
-            elif session_id in self.owner.grants:
-                self._guests.discard(session_id)
+        voided += [name for name in _granted(ask.request, outcome) if self._void_below(name)]
         for session_id in voided:
             asks += self.owner.want(session_id, now_s)
         return asks

@@ -150,6 +150,11 @@ class OwnerState:
         """
         return self.grants.get(session_id) if self._lease_covers(now_s) else None
 
+    def leaving(self) -> set[SessionId]:
+        """Return the sessions that are being handed over: asked for now, they would stay here."""
+        asked = (ask.request for ask in self._asks.values())
+        return {one.session_id for one in asked if isinstance(one, Transfer)}
+
     def want(self, session_id: SessionId, now_s: float, *, parent: SessionId | None = None) -> Asks:
         """Ask for the session of a turn that came, unless it is owned or asked for. `parent`: the
         session that it is a fork of.
@@ -472,15 +477,17 @@ class OwnerState:
         return [self._ask(Register(self.unit, self.seen), now_s)]
 
     def _lapse(self, reason: str) -> None:
-        """End the lease. What was owned, was being adopted or was being handed over is bound anew:
+        """End the lease. What was owned, was being adopted, handed over or ended is bound anew:
         while nobody else took a session, its record still names this unit, and nobody else could
-        have it.
+        have it, or end it.
         """
         asked = [ask.request for ask in self._asks.values()]
-        moving = [one.session_id for one in asked if isinstance(one, Transfer)]
-        owned = {name: _Wanted() for name in [*moving, *self._carried, *self.grants][-WANTED_MAX:]}
+        left = [one.session_id for one in asked if isinstance(one, Transfer | EndSession)]
+        ending = {one.session_id for one in asked if isinstance(one, EndSession)}
+        ending.difference_update(self.grants, self._carried)  # those had a turn again
+        known = [*left, *self._carried, *self.grants][-WANTED_MAX:]
         self._void(reason)
-        self._wanted = owned | self._wanted
+        self._wanted = {name: _Wanted(is_over=name in ending) for name in known} | self._wanted
 
     def _void(self, reason: str) -> None:
         verbs = [VERBS.get(type(ask.request)) for ask in self._asks.values()]
