@@ -144,6 +144,55 @@ def test_each_misconfiguration_is_found(model: Path, fake_python: Path, tmp_path
     assert "tcp://*:5557" in report["serve"]["command"], "what is printed is mended"
 
 
+OUR_CHILD: dict[str, Any] = {
+    "kv_connector": "OwnerServeConnector",
+    "kv_connector_module_path": "ownerserve.engines.vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"store": "/data"},
+}
+OTHER_CHILD = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+MISTAKES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], list[str]]] = {
+    "none": ({"kv_load_failure_policy": "recompute"}, [OUR_CHILD, OTHER_CHILD], []),
+    "the outer policy is what counts": ({}, [OTHER_CHILD, OUR_CHILD], ["kv_load_failure_policy"]),
+    "a child of ours twice": (
+        {"kv_load_failure_policy": "recompute"},
+        [OUR_CHILD, OUR_CHILD],
+        ["kv_connector_extra_config.connectors"],
+    ),
+    "no child of ours": (
+        {"kv_load_failure_policy": "recompute"},
+        [OTHER_CHILD],
+        ["kv_connector_extra_config.connectors"],
+    ),
+    "a child's own": (
+        {"kv_load_failure_policy": "recompute"},
+        [OTHER_CHILD, {**OUR_CHILD, "kv_connector_extra_config": {}}],
+        ["kv_connector_extra_config.store"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("outer", "children", "failing"), MISTAKES.values(), ids=MISTAKES)
+def test_a_multi_connector_is_checked_inside_and_out(
+    model: Path,
+    fake_python: Path,
+    tmp_path: Path,
+    outer: dict[str, Any],
+    children: list[dict[str, Any]],
+    failing: list[str],
+) -> None:
+    common = ["--model", str(model), "--store", str(tmp_path), "--python", str(fake_python)]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": children},
+        **outer,
+    }
+    _, report = doctor("vllm", *common, "--kv-transfer-config", json.dumps(transfer))
+    assert [c["check"] for c in report["checks"] if c["level"] == "fail"] == failing
+
+
 def test_a_python_that_does_not_run_gets_one_clear_line(model: Path, tmp_path: Path) -> None:
     common = ["doctor", "vllm", "--model", str(model), "--store", str(tmp_path)]
     run = subprocess.run(

@@ -36,12 +36,16 @@ def sessions_on(url: str, tier: str) -> int:
 def test_sessions_return_whichever_worker_came_up_first(
     rig: Rig, tmp_path: Path, order: tuple[int, int]
 ) -> None:
-    """One worker is told to end, the other is killed; both begin anew over their stores."""
+    """One worker is told to end, the other is killed; both begin anew over their stores. One of
+    them has ours as a child of MultiConnector, whose other child keeps nothing over a life."""
     model, installed = rig.checkpoint("qwen3"), distribution(tmp_path / "site")
     ports = [free_port(), free_port()]
 
     def start(number: int, life: int) -> Any:
         connector = connectors.ours(tmp_path / f"store-{number}")
+        if number == 1:
+            other = connectors.offloading(tmp_path / f"offloaded-{life}")
+            connector = connectors.multi(connector, other)
         log = tmp_path / f"vllm-{number}-{life}.log"
         return serve(model, connector, log, installed=installed, port=ports[number])
 

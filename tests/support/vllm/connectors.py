@@ -53,6 +53,29 @@ def offloading(
     return _transfer({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": settings})
 
 
+def sending() -> dict[str, Any]:
+    """A connector that holds what is finished until it was sent, and never loads (sender.py)."""
+    return _transfer(
+        {
+            "kv_connector": "Sender",
+            "kv_connector_module_path": "tests.support.vllm.sender",
+            "kv_load_failure_policy": "recompute",
+        }
+    )
+
+
+def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
+    """Connectors in this order under vLLM's MultiConnector."""
+    children = [connector["kv_transfer_config"] for connector in connectors]
+    return _transfer(
+        {
+            "kv_connector": "MultiConnector",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"connectors": children},
+        }
+    )
+
+
 def lmcache(port: int) -> dict[str, Any]:
     """LMCache's connector to its cache server on this host."""
     settings = {

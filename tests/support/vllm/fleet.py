@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from tests.support.children import ROOT, importing
+from tests.support.vllm.installed import distribution
 from tests.support.vllm.wire import Answer, Ask, Boot, Reply, receive, send
 
 IMPORT_S, BOOT_S, ANSWER_S = 180.0, 240.0, 120.0
@@ -54,7 +55,11 @@ class Zygote:
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=self._log,
-            env=importing(ROOT / "benchmarks" / "vllm", PYTHONDONTWRITEBYTECODE="0"),
+            env=importing(
+                ROOT / "benchmarks" / "vllm",
+                distribution(self._home / "site"),
+                PYTHONDONTWRITEBYTECODE="0",
+            ),
             start_new_session=True,
         )
         self._workers: list[VllmWorker] = []

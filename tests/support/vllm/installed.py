@@ -14,7 +14,8 @@ def distribution(folder: Path) -> Path:
     info = folder / f"ownerserve-{project['version']}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Name: ownerserve\nVersion: {project['version']}\n")
-    group = "vllm.endpoint_plugins"
-    lines = [f"{name} = {value}" for name, value in project["entry-points"][group].items()]
-    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    (info / "entry_points.txt").write_text("\n".join([*lines, ""]))
     return folder

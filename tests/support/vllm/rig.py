@@ -34,7 +34,8 @@ class Rig:
         return folder
 
     def worker(self, family: str, connector: dict[str, Any], **engine_args: Any) -> VllmWorker:
-        """A fresh engine of a family; `engine_args` beside what the family and connector need."""
+        """A fresh engine of a family; `engine_args` beside what the family and connector need:
+        among them `env`, variables, and `model`, another checkpoint."""
         if vllm_version() < tiny.RUNS_FROM.get(family, ()):
             pytest.skip(f"this vLLM has no CPU kernels for {family}")
         worker = self._fork(family, {**connector, **engine_args})
@@ -69,6 +70,7 @@ class Rig:
             needs.pop("mamba_cache_mode", None)
         arguments = dict(arguments)
         boot = Boot(
+            env=arguments.pop("env", {}),
             model=str(arguments.pop("model", None) or self.checkpoint(family)),
             log=str(self.folder / f"worker-{self._forked:03d}-{family}.log"),
             engine_args={**needs, **arguments},

@@ -48,7 +48,8 @@ def serve(
     command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), *FLAGS]
     command += ["--kv-transfer-config", config, *more]
-    path = [ROOT / "src", *([installed] if installed else [])]
+    # Beside our source, out-of-tree parts for vLLM's own connectors.
+    path = [ROOT / "src", ROOT / "benchmarks" / "vllm", *([installed] if installed else [])]
     settings = {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
         **({"VLLM_PLUGINS": "ownerserve"} if installed else {}),

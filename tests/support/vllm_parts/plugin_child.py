@@ -91,8 +91,13 @@ class Server:
         """As vLLM does once its arguments are known."""
         from vllm.plugins.endpoint_plugins.interface import init_endpoint_plugins_state
 
+        ours = {
+            "kv_connector": "OwnerServeConnector",
+            "kv_connector_extra_config": {"store": str(store)},
+        }
+        children = [{"kv_connector": "NixlConnector"}, ours]
         transfer = SimpleNamespace(
-            kv_connector="OwnerServeConnector", kv_connector_extra_config={"store": str(store)}
+            kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children}
         )
         args = Namespace(kv_transfer_config=transfer)
         asyncio.run(init_endpoint_plugins_state(None, self.app.state, args))

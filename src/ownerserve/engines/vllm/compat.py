@@ -7,6 +7,7 @@ pure parts are tested without it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,15 @@ from ownerserve.kv.errors import InvalidInput
 
 MAMBA_PROBE = (3, 5)
 """A key and a value dimension that can't be confused."""
+
+
+def register_connector(name: str, *, module: str) -> None:
+    """Give vLLM's connector factory a class by its name, unless it has one of this name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    # The factory says "already registered" by this exception alone.
+    with contextlib.suppress(ValueError):
+        KVConnectorFactory.register_connector(name, module, name)
 
 
 def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:

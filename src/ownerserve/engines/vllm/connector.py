@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from ownerserve.engines.vllm import registration
 from ownerserve.engines.vllm.build import ConnectorParts, scheduler_side, worker_side
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
 from ownerserve.engines.vllm.scheduler_side.stats import OwnerServeProm, OwnerServeStats
@@ -222,3 +223,6 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             self._worker = None
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+registration.register()

@@ -18,6 +18,7 @@ from ownerserve.engines.vllm.settings import decode
 from ownerserve.kv.errors import InvalidInput
 
 CONNECTOR = "OwnerServeConnector"
+MULTI = "MultiConnector"
 MODULE = "ownerserve.engines.vllm.connector"
 OLDEST, NEWEST = (0, 30), (0, 32)
 EVENTS_ENDPOINT = "tcp://*:5557"
@@ -105,19 +106,56 @@ def is_supported(version: str) -> bool:
     return found is not None and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
+def extra_of(connector: str | None, extra: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return our connector's `kv_connector_extra_config`, be it vLLM's connector or a child of its
+    MultiConnector; None where it is neither."""
+    if connector == CONNECTOR:
+        return extra or {}
+    if connector != MULTI:
+        return None
+    ours = (child for child in _children(extra or {}) if child.get("kv_connector") == CONNECTOR)
+    return next((child.get("kv_connector_extra_config") or {} for child in ours), None)
+
+
 def problems_of(transfer: Mapping[str, Any]) -> Iterator[InvalidInput]:
-    """Yield what is wrong with a `--kv-transfer-config` that somebody wrote."""
-    wanted = {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    }
-    for field, value in wanted.items():
-        if transfer.get(field) != value:
-            problem = f"{transfer[field]!r}" if field in transfer else "is missing"
-            yield InvalidInput(field, problem, f'set "{field}": "{value}"')
+    """Yield what is wrong with a `--kv-transfer-config` that somebody wrote, ours or that of vLLM's
+    MultiConnector.
+
+    The outer policy of a MultiConnector is the one that vLLM obeys; a child's is never read.
+    """
+    if transfer.get("kv_connector") != MULTI:
+        yield from _problems_of_ours(transfer)
+        return
+    yield from _differing(transfer, OUTER)
+    children = _children(transfer.get("kv_connector_extra_config") or {})
+    ours = [child for child in children if child.get("kv_connector") == CONNECTOR]
+    if len(ours) != 1:
+        problem = f"{len(ours)} of {len(children)} connectors are {CONNECTOR}"
+        yield InvalidInput("kv_connector_extra_config.connectors", problem, "name it once")
+    for child in ours:
+        yield from _problems_of_ours(child)
+
+
+OUTER = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+OURS = {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULE, **OUTER}
+
+
+def _problems_of_ours(transfer: Mapping[str, Any]) -> Iterator[InvalidInput]:
+    yield from _differing(transfer, OURS)
     try:
         decode(transfer.get("kv_connector_extra_config") or {})
     except InvalidInput as error:
         yield error
+
+
+def _differing(transfer: Mapping[str, Any], wanted: Mapping[str, str]) -> Iterator[InvalidInput]:
+    for field, value in wanted.items():
+        if transfer.get(field) != value:
+            problem = f"{transfer[field]!r}" if field in transfer else "is missing"
+            yield InvalidInput(field, problem, f'set "{field}": "{value}"')
+
+
+def _children(extra: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what a MultiConnector is made of."""
+    given = extra.get("connectors")
+    return [child for child in given if isinstance(child, Mapping)] if given else []

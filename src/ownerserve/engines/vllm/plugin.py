@@ -36,6 +36,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ownerserve.engines.vllm.flags import extra_of
 from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId
@@ -197,8 +198,11 @@ class OwnerServeEndpoints:
         """Remember where this engine's store is, and who knows which models it serves."""
         self._state = state
         transfer = getattr(args, "kv_transfer_config", None)
-        extra = getattr(transfer, "kv_connector_extra_config", None) or {}
-        if getattr(transfer, "kv_connector", None) == "OwnerServeConnector" and "store" in extra:
+        extra = extra_of(
+            getattr(transfer, "kv_connector", None),
+            getattr(transfer, "kv_connector_extra_config", None),
+        )
+        if extra is not None and "store" in extra:
             self._store = Path(extra["store"])
             self._core = CoreLine(self._store)
 
