@@ -35,18 +35,18 @@ from ownerserve.plan.question import model_state
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.accounting import WriteAccount
 from ownerserve.plan.swa.adaptive import Adaptive, Economics
-from ownerserve.plan.swa.base import (
+from ownerserve.plan.swa.checkpoints import (
     Branched,
     CheckpointPolicy,
+    Full,
+    Periodic,
     Produced,
     Resumed,
     StateSize,
+    TurnEnd,
     TurnSpan,
+    Zero,
 )
-from ownerserve.plan.swa.full import Full
-from ownerserve.plan.swa.periodic import Periodic
-from ownerserve.plan.swa.turn_end import TurnEnd
-from ownerserve.plan.swa.zero import Zero
 from ownerserve.trace.model import Trace
 from ownerserve.trace.read import read_trace
 from ownerserve.trace.reuse import by_arrival, ideal_reuse

@@ -56,7 +56,7 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import Abilities, ModelState, Overlap
 from ownerserve.plan.restore import Planner
-from ownerserve.plan.swa.turn_end import TurnEnd
+from ownerserve.plan.swa.checkpoints import TurnEnd
 from ownerserve.store.format.model import MissReason
 
 B = 16

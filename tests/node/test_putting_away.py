@@ -15,7 +15,7 @@ from ownerserve.node.vocabulary.records import Cell, Inside
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.swa.adaptive import Adaptive
-from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
+from ownerserve.plan.swa.checkpoints import CheckpointPolicy, TurnSpan
 from ownerserve.store.format.model import meta_of
 from tests.support.node.node_driver import LAYOUT, MODEL, PRICES, B, NodeDriver
 

@@ -19,18 +19,18 @@ from ownerserve.plan.swa.adaptive import (
     best_period,
     interior_cost,
 )
-from ownerserve.plan.swa.base import (
+from ownerserve.plan.swa.checkpoints import (
     Branched,
     CheckpointPolicy,
+    Full,
+    Periodic,
     Produced,
     Resumed,
     StateSize,
+    TurnEnd,
     TurnSpan,
+    Zero,
 )
-from ownerserve.plan.swa.full import Full
-from ownerserve.plan.swa.periodic import Periodic
-from ownerserve.plan.swa.turn_end import TurnEnd
-from ownerserve.plan.swa.zero import Zero
 from tests.support.examples import examples
 
 V4_PRO = Economics(point_bytes=5_140_000, ms_per_token=0.05, load_ms=2.0, replay_tokens=7747)

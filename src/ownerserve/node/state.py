@@ -56,8 +56,7 @@ from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.benefit import eviction_weights
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.restore import Planner
-from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
-from ownerserve.plan.swa.turn_end import TurnEnd
+from ownerserve.plan.swa.checkpoints import CheckpointPolicy, TurnEnd, TurnSpan
 
 REPRICE_S = 10.0
 """How often what was measured reaches the cache's order and the checkpoint policy."""

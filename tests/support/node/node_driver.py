@@ -56,7 +56,7 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner
-from ownerserve.plan.swa.base import CheckpointPolicy
+from ownerserve.plan.swa.checkpoints import CheckpointPolicy
 from ownerserve.store.format.model import Meta, MissReason, Want
 
 B = 16

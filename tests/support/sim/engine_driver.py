@@ -18,7 +18,7 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner
-from ownerserve.plan.swa.zero import Zero
+from ownerserve.plan.swa.checkpoints import Zero
 from ownerserve.sim.engine.batch import FOLD_MAX, BatchLimits, NodeHooks
 from ownerserve.sim.engine.engine import SimEngine
 from ownerserve.sim.engine.pace import Pace

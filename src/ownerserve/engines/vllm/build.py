@@ -49,10 +49,7 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import VLLM, Abilities
 from ownerserve.plan.restore import Planner
-from ownerserve.plan.swa.base import CheckpointPolicy
-from ownerserve.plan.swa.full import Full
-from ownerserve.plan.swa.turn_end import TurnEnd
-from ownerserve.plan.swa.zero import Zero
+from ownerserve.plan.swa.checkpoints import CheckpointPolicy, Full, TurnEnd, Zero
 from ownerserve.store.disk.tier import DiskOptions
 
 log = logging.getLogger("vllm.ownerserve")

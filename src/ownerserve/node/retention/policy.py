@@ -31,11 +31,17 @@ from ownerserve.plan.gaps import Gap, GapCosts, GapStats, can_prefetch, plan_gap
 from ownerserve.plan.inputs import Abilities, ModelState
 from ownerserve.plan.swa.accounting import WriteAccount
 from ownerserve.plan.swa.adaptive import Adaptive, Economics
-from ownerserve.plan.swa.base import Branched, CheckpointPolicy, Produced, Resumed, TurnSpan
-from ownerserve.plan.swa.full import Full
-from ownerserve.plan.swa.periodic import Periodic
-from ownerserve.plan.swa.turn_end import TurnEnd
-from ownerserve.plan.swa.zero import Zero
+from ownerserve.plan.swa.checkpoints import (
+    Branched,
+    CheckpointPolicy,
+    Full,
+    Periodic,
+    Produced,
+    Resumed,
+    TurnEnd,
+    TurnSpan,
+    Zero,
+)
 from ownerserve.store.format.model import ArtifactKind, Meta
 
 SIMPLE: dict[str, Callable[[], CheckpointPolicy]] = {

@@ -32,7 +32,7 @@ from ownerserve.node.vocabulary.events import (
 )
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import Cell, RecordNames, Tip, tip_of
-from ownerserve.plan.swa.base import CheckpointPolicy, TurnSpan
+from ownerserve.plan.swa.checkpoints import CheckpointPolicy, TurnSpan
 from ownerserve.store.format.model import Meta
 
 IN_FLIGHT_BYTES = 256 << 20

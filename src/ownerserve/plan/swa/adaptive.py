@@ -35,7 +35,7 @@ from typing import ClassVar
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.plan.swa.base import CheckpointPolicy, Produced, Resumed, Reuse, TurnSpan
+from ownerserve.plan.swa.checkpoints import CheckpointPolicy, Produced, Resumed, Reuse, TurnSpan
 
 MEMORY_TURNS = 256.0
 """Observations older than about this many turns no longer count."""

@@ -1,6 +1,7 @@
-"""This module defines what a checkpoint policy is asked and what it answers.
+"""Checkpoint policies say at which boundaries of a turn point state is kept: what they are asked,
+what they answer, and the fixed ones, which learn nothing (adaptive.py has the one that does).
 
-A turn computes tokens [start, end); the policy names the boundaries in (start, end] whose point
+A turn computes tokens [start, end); a policy names the boundaries in (start, end] whose point
 state is to be written to the store. It owns nothing but what it was told by `observe`.
 
     ├─ known before ─┼────── prompt ──────┼── output ──┤
@@ -97,3 +98,60 @@ class CheckpointPolicy:
 
     def observe(self, event: Reuse) -> None:
         """Learn from what happened; most policies don't."""
+
+
+class Full(CheckpointPolicy):
+    """The full policy writes every window row, so that every boundary can be resumed (V4 report
+    §3.5.2): the least recompute and the most writes, about 8x the compressed KV on DeepSeek-V4.
+    """
+
+    name: ClassVar[str] = "full"
+
+    def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
+        return turn.grid(turn.block_tokens)
+
+    def written_bytes(self, turn: TurnSpan, size: StateSize) -> int:
+        rows = round((turn.end - turn.start) * size.row_bytes_per_token)
+        return rows + len(self.checkpoints(turn)) * size.other_bytes
+
+
+class Periodic(CheckpointPolicy):
+    """The periodic policy checkpoints every `period_tokens` tokens, rounded up to a boundary; the
+    rest is recomputed (V4 report §3.5.2).
+    """
+
+    name: ClassVar[str] = "periodic"
+
+    def __init__(self, period_tokens: int) -> None:
+        if period_tokens < 1:
+            raise InvalidInput("period_tokens", f"{period_tokens}", "use 1 or more")
+        self.period_tokens = period_tokens
+
+    def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
+        blocks = -(-self.period_tokens // turn.block_tokens)
+        return turn.grid(blocks * turn.block_tokens)
+
+
+class TurnEnd(CheckpointPolicy):
+    """The turn-end policy checkpoints where a next turn will resume, and nowhere else: the end of
+    prompt (both boundaries that a resend or an extension hits) and the end of output. DeepSeek-V4
+    did so in production (V4.1 report §3.2).
+    """
+
+    name: ClassVar[str] = "turn-end"
+
+    def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
+        return turn.turn_ends()
+
+
+class Zero(CheckpointPolicy):
+    """The zero policy writes no point state; windows are rebuilt by exact replay (V4 report
+    §3.5.2): no writes, and a recompute of sum over window layers of (n - 1) tokens a restore.
+
+    With recurrent state, which no replay rebuilds, this means: prefill from the start.
+    """
+
+    name: ClassVar[str] = "zero"
+
+    def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
+        return ()
