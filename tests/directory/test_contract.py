@@ -5,8 +5,8 @@ from __future__ import annotations
 from ownerserve.directory import messages as ask
 from ownerserve.directory.messages import DirectoryRefusal
 from ownerserve.directory.rules import TierCode
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.messages import Epoch, Term
 from tests.support.directory.contract import (
     LEASE_S,
     MAIN,

@@ -14,9 +14,8 @@ from ownerserve.directory.decisions.records import (
 )
 from ownerserve.directory.messages import DirectoryRefusal
 from ownerserve.directory.rules import StateKind, TierCode
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from tests.support.directory.contract import (
     MAIN,
     P1,

@@ -7,9 +7,8 @@ from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.directory.owner.doors import Doors, GuardedOwner
 from ownerserve.directory.owner.state import Ask, Asks, OwnerState, SessionTip
 from ownerserve.directory.port import SWEEP_IDLE_S
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.wire.refusals import WorkerRefusal
 
 S1, S2 = SessionId("s1"), SessionId("s2")

@@ -34,10 +34,9 @@ from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.rules import StateKind, TierCode
 from ownerserve.directory.terms import FILE_NAME, TermFile
 from ownerserve.kv.clock import ManualClock
-from ownerserve.kv.epoch import ORDINAL_LIMIT, Epoch, Term
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import ORDINAL_LIMIT, Epoch, RoutingUnit, Term
 
 A = RoutingUnit(WorkerId("a"), 0, Incarnation(1))
 B = RoutingUnit(WorkerId("b"), 0, Incarnation(1))

@@ -6,9 +6,8 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.rules import MAIN_KINDS, TierCode
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
 from ownerserve.directory.valkey.primary import parse_source
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from tests.support.directory.servers import Server
 
 A = RoutingUnit(WorkerId("a"), 0, Incarnation(1))

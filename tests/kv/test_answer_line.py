@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import INCARNATION_MAX, Incarnation, WorkerId
-from ownerserve.kv.messages import ExecutionMode, RoutingUnit
+from ownerserve.kv.messages import Epoch, ExecutionMode, RoutingUnit, Term
 from ownerserve.kv.wire.headers import (
     LINE_BYTES_MAX,
     NO_ANSWER_LINE,

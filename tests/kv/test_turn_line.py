@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.wire.headers import (
     TURN_HEADER,
     TurnLine,

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import ExecutionMode
+from ownerserve.kv.messages import ExecutionMode, execution_mode, lost_tokens
 from ownerserve.kv.prefix import pack
 from ownerserve.node.vocabulary.chains import MARKED_SESSIONS, MARKS_KEPT, KnownSessions, Plain
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.kv.messages import Epoch, PlacementAction, Term, Tier
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
     Arrive,

@@ -12,9 +12,8 @@ import zmq
 import zmq.asyncio
 
 from ownerserve.gateway.workers import rpc
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, decode_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (

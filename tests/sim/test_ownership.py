@@ -10,9 +10,8 @@ import pytest
 
 from ownerserve.directory.messages import FindSession, SessionIs
 from ownerserve.directory.owner.state import SessionGrant, SessionTip
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.node.ownership.ownership import FLUSH_S
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.fleet.ownership import LEASE_S, SimOwnership

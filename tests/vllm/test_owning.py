@@ -10,9 +10,8 @@ import pytest
 
 from ownerserve.directory.rules import TierCode
 from ownerserve.engines.vllm.plugin import ask as ask_worker
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.wire.curve import read_fleet_key, write_fleet_key
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Status, StatusIs

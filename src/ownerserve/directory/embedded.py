@@ -14,7 +14,7 @@ from ownerserve.directory.messages import Outcome, Request
 from ownerserve.directory.port import LEASE_S, DirectoryStatus
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import Clock
-from ownerserve.kv.epoch import Term
+from ownerserve.kv.messages import Term
 
 
 class EmbeddedDirectory:

@@ -13,9 +13,8 @@ from typing import TypeAlias
 import msgspec
 
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 
 
 class DirectoryRefusal(StrEnum):

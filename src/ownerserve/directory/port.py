@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from ownerserve.directory.messages import Outcome, Request
-from ownerserve.kv.epoch import Term
+from ownerserve.kv.messages import Term
 
 LEASE_S = 30.0
 """A unit's lease. Long enough that an idle unit asks once in 10 s, for frames are what many units

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from ownerserve.kv.epoch import NONCE_LIMIT, Term
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
+from ownerserve.kv.messages import NONCE_LIMIT, Term
 
 FILE_NAME = "directory.term"
 

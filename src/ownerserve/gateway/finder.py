@@ -27,9 +27,9 @@ from ownerserve.directory.messages import (
 )
 from ownerserve.directory.port import Directory
 from ownerserve.gateway.workers.rpc import WorkerNames
-from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import Epoch, later
 from ownerserve.router.messages import Claimed
 
 log = logging.getLogger("ownerserve.gateway")

@@ -21,10 +21,15 @@ from collections.abc import Mapping
 import msgspec
 
 from ownerserve.gateway.asking import IdentifiedRequest
-from ownerserve.kv.epoch import Epoch
-from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import PrefixHash, WorkerId
-from ownerserve.kv.messages import ExecutionMode, PlacementAction, RoutingUnit
+from ownerserve.kv.messages import (
+    Epoch,
+    ExecutionMode,
+    PlacementAction,
+    RoutingUnit,
+    execution_mode,
+    lost_tokens,
+)
 from ownerserve.kv.wire.headers import (
     ACTION_HEADER,
     ANSWER_HEADER,

@@ -1,7 +1,9 @@
-"""Several layers share these words and messages: what to do, what happened, what a worker says.
+"""Several layers share these words and messages: what to do, what happened, who may serve and who
+owns.
 
-Owns the one name each of a tier, an action, a mode and a reason: code, metrics and reports use it.
-Must never hold behaviour. Messages carry no tensors and no addresses; a dated copy says `as_of`.
+Owns the one name each of a tier, an action, a mode and a reason: code, metrics and reports use it;
+and with a word the rule by which everybody gives it (a mode) or compares it (an epoch). Pure: must
+never hold state. Messages carry no tensors and no addresses; a dated copy says `as_of`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, WorkerId
 
 
@@ -48,8 +51,8 @@ class PlacementAction(StrEnum):
 
 
 class ExecutionMode(StrEnum):
-    """An execution mode says how a turn was really served. `refused` and `failed` carry an
-    `UnservedReason`.
+    """An execution mode says how a turn was really served; `execution_mode` gives it. `refused` and
+    `failed` carry an `UnservedReason`.
     """
 
     DIRECT_APPEND = "direct_append"
@@ -81,3 +84,81 @@ class RoutingUnit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     worker: WorkerId
     dp_rank: int
     incarnation: Incarnation
+
+
+# ---- who is the later owner, without asking a clock
+#
+# An epoch is (term, counter). The directory issues it with every grant; a node keeps the highest
+# one that it has heard of each session (directory/owner/doors.py) and refuses what is asked under a
+# lower one. A directory that lost its memory, or found itself promoted, starts a new *term*; two
+# that do so at the same time draw different nonces, so no epoch is ever issued twice, and any two
+# epochs compare the same everywhere.
+
+ORDINAL_LIMIT = 1 << 48
+NONCE_LIMIT = 1 << 48
+COUNTER_LIMIT = 1 << 48
+"""All stay exact in JSON and in Lua, whose numbers are doubles."""
+
+
+class Term(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
+    """A term is one memory of a directory. `ordinal` grows; `nonce` is random and tells twins
+    apart.
+    """
+
+    ordinal: int
+    nonce: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ordinal < ORDINAL_LIMIT or not 0 <= self.nonce < NONCE_LIMIT:
+            raise InvalidInput("term", f"({self.ordinal}, {self.nonce})", "use 48-bit numbers")
+
+
+class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
+    """An epoch is one grant of ownership. Epochs compare by term, then by counter."""
+
+    term: Term
+    counter: int
+
+
+def later(first: Epoch | None, second: Epoch | None) -> Epoch | None:
+    """Return the higher of two epochs, either of which may be absent."""
+    if first is None or second is None:
+        return first or second
+    return max(first, second)
+
+
+# ---- what came of a turn's prompt, by three counts of tokens
+#
+# Worker, gateway and simulator each know these counts in their own way and ask here for the name:
+#
+#     known     of the prompt, what the session's last turn left: it could all be at hand
+#     cached    of the prompt, what was at hand when the turn began, what was brought included
+#     brought   of `cached`, what came from a tier below or from a peer
+#
+#     known      |───────────────────────────────|
+#     cached     |──────────────────|                 lost = known - cached
+#     brought             |─────────|
+#
+# `known` says what the *session* left. A prefix that others left too (a system prompt) may be
+# cached without it, and does not hide that the session's own state is gone.
+
+
+def lost_tokens(known: int, cached: int) -> int:
+    """Count the tokens that the session's last turn left and that must be computed again."""
+    return max(0, known - cached)
+
+
+def execution_mode(known: int, cached: int, brought: int) -> ExecutionMode:
+    """Return the mode of a turn that ran where its prompt was computed.
+
+    Any loss makes a known session's turn a reseed, unless more was brought than was lost. A turn
+    that was moved or prefilled elsewhere is named by whoever did that.
+    """
+    lost = lost_tokens(known, cached)
+    if brought > lost:
+        return ExecutionMode.FETCH
+    if lost:
+        return ExecutionMode.RESEED
+    if known:
+        return ExecutionMode.DIRECT_APPEND
+    return ExecutionMode.SEED if cached else ExecutionMode.COLD_PREFILL

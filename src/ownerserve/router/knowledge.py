@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import Tier
+from ownerserve.kv.messages import Epoch, Term, Tier
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import (

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.messages import Epoch, RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.decision import Decision, DispatchReason, Label, TurnClass
 from ownerserve.router.requests.body import Prompt, Usage

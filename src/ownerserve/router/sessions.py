@@ -33,9 +33,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.messages import Tier
+from ownerserve.kv.messages import Epoch, Tier
 from ownerserve.router.requests.body import Usage, bytes_per_token
 from ownerserve.router.worker import Load, Receipt, Worker
 

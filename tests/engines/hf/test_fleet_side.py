@@ -26,9 +26,8 @@ from ownerserve.gateway.stamps import (
     read_stamp,
     refusal_of,
 )
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import ExecutionMode, RoutingUnit
+from ownerserve.kv.messages import Epoch, ExecutionMode, RoutingUnit, Term
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.wire.headers import PREFIX
 from ownerserve.kv.wire.status import WorkerLoad

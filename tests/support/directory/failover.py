@@ -28,9 +28,8 @@ import redis
 from ownerserve.directory import messages as ask
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
 from ownerserve.directory.valkey.primary import parse_source
-from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, later
 from tests.support.directory.servers import Server, find_binary
 from tests.support.net import free_port
 

@@ -9,9 +9,8 @@ from itertools import count
 from typing import NamedTuple, TypeVar
 
 from ownerserve.directory.owner.doors import Doors
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.prefix import Packed, pack
 
 STEM_TOKENS, FOLD_TOKENS, PROMPT_TOKENS, OUTPUT_TOKENS = 32, 8, 16, 5

@@ -12,9 +12,8 @@ from ownerserve.directory.decisions.records import (
     session_of,
 )
 from ownerserve.directory.decisions.state import DirectoryState
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit
 from tests.support.directory.fault_net import DoubleOwner, Violation
 
 

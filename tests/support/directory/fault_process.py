@@ -22,9 +22,8 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.owner.doors import GuardedOwner
 from ownerserve.directory.owner.state import Ask, Asks, OwnerState, SessionGrant, SessionTip
 from ownerserve.directory.rules import StateKind, TierCode
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.vocabulary.events import TurnArrived
 from ownerserve.router.messages import Failure, ReleaseEnd

@@ -14,8 +14,8 @@ from ownerserve.directory.decisions.records import PrefixRecord
 from ownerserve.directory.messages import DirectoryRefusal
 from ownerserve.directory.owner.state import OwnerPhase
 from ownerserve.directory.rules import TierCode
-from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.messages import Term
 from ownerserve.node.ownership.publishing import Publishing
 from tests.support.directory.fault_net import Violation
 from tests.support.node.node_driver import B

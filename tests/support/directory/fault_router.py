@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ownerserve.directory import messages as ask
-from ownerserve.kv.epoch import Epoch, later
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, later
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.messages import (
     Aborted,

@@ -24,9 +24,8 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.decisions.decide import seen_of
 from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.directory.owner.state import Ask, SessionGrant
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from tests.support.directory.fault_net import (
     DoubleOwner,
     Journal,

@@ -22,10 +22,9 @@ from ownerserve.directory.decisions import checks
 from ownerserve.directory.messages import Outcome
 from ownerserve.directory.owner.doors import Doors, GuardedOwner, RecentSessions
 from ownerserve.directory.owner.state import Ask, OwnerState
-from ownerserve.kv.epoch import Term
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Term
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.node.ownership.publishing import Publishing
 from ownerserve.node.restore import sources

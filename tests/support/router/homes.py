@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
+from ownerserve.kv.messages import Epoch, Term
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
 from ownerserve.router.fleet import Candidates

@@ -15,8 +15,7 @@ from ownerserve.directory.decisions.records import (
     SessionRecord,
 )
 from ownerserve.directory.messages import Advance, DirectoryRefusal, HeldSession
-from ownerserve.kv.epoch import Epoch, Term
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 
 
 def incarnation_advances(holder: HolderRecord | None, unit: RoutingUnit) -> bool:

@@ -9,7 +9,7 @@ from ownerserve.directory import messages
 from ownerserve.directory.decisions import holders, prefixes, sessions
 from ownerserve.directory.decisions.records import Records
 from ownerserve.directory.decisions.transaction import Moment, Transaction
-from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.messages import Epoch
 
 Decider = Callable[[Records, Any, Moment], Transaction]
 

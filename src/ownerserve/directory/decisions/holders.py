@@ -42,9 +42,8 @@ from ownerserve.directory.messages import (
     Retired,
 )
 from ownerserve.directory.rules import Kinds, StateKind, TierCode
-from ownerserve.kv.epoch import Term
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Term
 
 
 def register(records: Records, ask: Register, at: Moment) -> Transaction:

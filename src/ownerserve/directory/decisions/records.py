@@ -21,9 +21,8 @@ from typing import NewType, Protocol, TypeAlias
 import msgspec
 
 from ownerserve.directory.rules import Kinds, TierCode
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 
 Key = NewType("Key", bytes)
 

@@ -28,8 +28,8 @@ from ownerserve.directory.decisions.sweep import sweep
 from ownerserve.directory.decisions.transaction import Moment, Transaction
 from ownerserve.directory.messages import Outcome, Request
 from ownerserve.directory.port import SWEEP_IDLE_S, RecordCounts
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
+from ownerserve.kv.messages import Epoch, Term
 
 
 class DirectoryState:

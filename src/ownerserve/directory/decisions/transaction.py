@@ -15,7 +15,7 @@ import msgspec
 
 from ownerserve.directory.decisions.records import Key, Record, Records
 from ownerserve.directory.messages import DirectoryRefusal, Outcome, Refused
-from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.messages import Epoch
 
 Writes: TypeAlias = tuple[tuple[Key, Record | None], ...]
 """Records by key, each as it is to be written; None: it is to be deleted."""

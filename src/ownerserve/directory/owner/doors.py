@@ -43,9 +43,8 @@ from ownerserve.directory.messages import (
 )
 from ownerserve.directory.owner.state import VERBS, Ask, Asks, OwnerState, SessionTip, is_for_later
 from ownerserve.directory.port import SWEEP_IDLE_S
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 
 SESSIONS_MAX = 100_000

@@ -47,9 +47,8 @@ from ownerserve.directory.messages import (
     Transfer,
 )
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode
-from ownerserve.kv.epoch import Epoch, Term, later
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term, later
 
 ASK_AGAIN_S = 0.5
 RENEW_AGAIN_S, PART = 1.0, 1000  # PART: sessions in one message of an inventory

@@ -40,8 +40,8 @@ from ownerserve.directory.valkey.records import (
     with_counter,
 )
 from ownerserve.directory.valkey.scripts import BEGIN, COMMIT
-from ownerserve.kv.epoch import NONCE_LIMIT, Epoch, Term, later
 from ownerserve.kv.errors import InvalidInput, PeerLost
+from ownerserve.kv.messages import NONCE_LIMIT, Epoch, Term, later
 
 log = logging.getLogger("ownerserve.directory")
 

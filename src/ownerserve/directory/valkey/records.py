@@ -25,7 +25,7 @@ from ownerserve.directory.decisions.records import (
 )
 from ownerserve.directory.decisions.transaction import Transaction
 from ownerserve.directory.messages import Outcome
-from ownerserve.kv.epoch import Epoch
+from ownerserve.kv.messages import Epoch
 
 COUNTER_BYTES = 8
 PROVISIONAL = 1 << 40

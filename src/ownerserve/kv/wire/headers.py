@@ -52,7 +52,7 @@ later versions of it, and are passed over; a known field in a wrong form is an e
 | epoch | [[ordinal, nonce], counter]: under which the owner does |
 | version | turns that the session's owners finished; the owner alone says it |
 | tip, tokens | prefix hash, 64 hex: the device holds [0, tokens) of the prompt once computed |
-| mode, lost_tokens | what came of the prompt (kv/execution.py) |
+| mode, lost_tokens | what came of the prompt (kv/messages.py) |
 
 Read field by field: one in a wrong form counts as not said and is named, the others stand. Fields
 that a reader does not know are for later versions of it, and are passed over. Only gateways read
@@ -67,10 +67,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ownerserve.kv.epoch import COUNTER_LIMIT, Epoch
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import INCARNATION_MAX, SessionId
-from ownerserve.kv.messages import ExecutionMode, RoutingUnit
+from ownerserve.kv.messages import COUNTER_LIMIT, Epoch, ExecutionMode, RoutingUnit
 from ownerserve.kv.wire.status import COUNT_MAX, Count, LoadStatement
 
 PREFIX = "x-ownerserve-"

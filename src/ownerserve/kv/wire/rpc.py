@@ -19,10 +19,9 @@ from typing import Generic, NewType, TypeVar
 
 import msgspec
 
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.wire.framed import open_frame
 from ownerserve.kv.wire.headers import AnswerLine
 from ownerserve.kv.wire.inventory import Page

@@ -39,10 +39,9 @@ from ownerserve.directory.owner.doors import GuardedOwner
 from ownerserve.directory.owner.state import Asks, OwnerPhase, OwnerState, SessionGrant, SessionTip
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession

@@ -25,9 +25,8 @@ import msgspec
 
 from ownerserve.directory.messages import Advance, Drop, HeldExtent, Outcome, Publish, Published
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode, as_replica
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
 from ownerserve.node.ownership.inventory import Inventory
 

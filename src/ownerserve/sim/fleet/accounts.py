@@ -12,9 +12,8 @@ from collections.abc import Sequence as Listed
 
 import msgspec
 
-from ownerserve.kv.execution import execution_mode
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import ExecutionMode, RoutingUnit
+from ownerserve.kv.messages import ExecutionMode, RoutingUnit, execution_mode
 from ownerserve.node.vocabulary.chains import KnownSessions, Plain
 from ownerserve.router.messages import Dispatch
 from ownerserve.sim.engine.sequence import SimSequence

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd, ReleaseEnded
 from ownerserve.router.state import RouterState
 from ownerserve.sim.fleet.ownership import SimOwnership

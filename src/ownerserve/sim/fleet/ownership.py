@@ -19,10 +19,9 @@ from ownerserve.directory.decisions.state import DirectoryState
 from ownerserve.directory.messages import FindSession, Outcome, Refused, Request, SessionIs
 from ownerserve.directory.owner.doors import GuardedOwner
 from ownerserve.directory.owner.state import Asks, OwnerState, SessionGrant, SessionTip
-from ownerserve.kv.epoch import Epoch, Term
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.ownership.ownership import FLUSH_S
 from ownerserve.router.knowledge import end_of

@@ -70,8 +70,8 @@ from ownerserve.engines.hf.scheduling.step import (
     RequestRejected,
     StepPlan,
 )
-from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import execution_mode, lost_tokens
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (

@@ -16,9 +16,9 @@ import msgspec
 
 from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.engines.hf.scheduling.requests import EngineRequest, Facts, Sampling, Stopping
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import Epoch
 from ownerserve.kv.wire.headers import ENGINE_SESSION_HEADER, RESERVATION_HEADER, TurnLine
 
 MAX_CHOICES = 64

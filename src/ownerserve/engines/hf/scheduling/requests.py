@@ -11,9 +11,8 @@ from enum import StrEnum
 
 import msgspec
 
-from ownerserve.kv.epoch import Epoch
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import ExecutionMode
+from ownerserve.kv.messages import Epoch, ExecutionMode
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.vocabulary.chains import PromptPrefix
 

@@ -49,8 +49,8 @@ from ownerserve.engines.vllm.worker_commands import (
     WorkerCommands,
     WorkerStepReport,
 )
-from ownerserve.kv.execution import execution_mode, lost_tokens
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import execution_mode, lost_tokens
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.headers import is_name
 from ownerserve.node.hosted_state import HostedNodeState
