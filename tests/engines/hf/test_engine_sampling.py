@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ownerserve.engines.hf.model.sampling import Sampler, sample, truncate  # noqa: E402
+from ownerserve.engines.hf.model.runner import Sampler, sample, truncate  # noqa: E402
 from ownerserve.engines.hf.scheduling.requests import EngineRequest, Sampling, Stopping  # noqa: E402
 
 pytestmark = pytest.mark.engine

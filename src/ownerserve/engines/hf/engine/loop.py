@@ -43,8 +43,7 @@ from ownerserve.engines.hf.metrics.status import (
     worker_profile,
     worker_status,
 )
-from ownerserve.engines.hf.model.runner import DecodeRow
-from ownerserve.engines.hf.model.sampling import Sampler, sample
+from ownerserve.engines.hf.model.runner import DecodeRow, Sampler, sample
 from ownerserve.engines.hf.model.text import Choice, Decoder
 from ownerserve.engines.hf.node.restoring import (
     STOP_WITHIN_S,
