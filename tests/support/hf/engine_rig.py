@@ -21,7 +21,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Table
 from ownerserve.engines.hf.build import WorkerOptions, build_node
 from ownerserve.engines.hf.engine import loop
-from ownerserve.engines.hf.engine.async_engine import AsyncEngine
+from ownerserve.engines.hf.engine.commands import AsyncEngine
 from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.metrics.prometheus import RestoreMetrics, WorkerMetrics
 from ownerserve.engines.hf.metrics.status import WorkerIdentity

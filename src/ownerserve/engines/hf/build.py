@@ -12,7 +12,7 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pools.budget import PoolSizes, share_memory
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.directory.opening import opener_of
-from ownerserve.engines.hf.engine.async_engine import AsyncEngine
+from ownerserve.engines.hf.engine.commands import AsyncEngine
 from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.metrics.prometheus import (
     OwnershipCollector,

@@ -1,26 +1,39 @@
-"""Commands reach the engine thread through one queue, and admission says who is let in.
+"""The engine thread is asked through one queue of commands and answers in one call per step: both
+sides of that, and the admission that says who is let in.
 
-`Inbox` is the one place that knows whether anybody will answer: it takes commands until the thread
-ends, then refuses them with the reason, so that no caller waits for ever. `TurnAdmission` answers
-those of the RPC port on the cache's own thread: it translates the scheduler's and the cache's state
-into what admission asks, decides nothing, and owns the order of arrivals.
+`AsyncEngine` is the asyncio side: it owns the engine thread and the open streams, and never touches
+the runner, the scheduler or the cache. `Inbox` is the one place that knows whether anybody will
+answer: it takes commands until the thread ends, then refuses them with the reason, so that no
+caller waits for ever. `TurnAdmission` answers those of the RPC port on the cache's own thread: it
+translates the scheduler's and the cache's state into what admission asks, decides nothing, and owns
+the order of arrivals.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Lock
+from typing import Protocol
 
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.metrics.status import HfStatus, WorkerIdentity, worker_load
-from ownerserve.engines.hf.scheduling.requests import EngineRequest
+from ownerserve.engines.hf.scheduling.requests import (
+    EngineRequest,
+    RequestFailed,
+    RequestFinished,
+    StreamEvent,
+)
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import RequestRejected
 from ownerserve.kv.wire.inventory import Page
@@ -47,6 +60,14 @@ from ownerserve.node.admission import (
     Standing,
     probe_seed,
 )
+
+logger = logging.getLogger(__name__)
+
+JOIN_S = 30.0
+"""How long a stop waits for the step in progress."""
+
+DeliverEvents = Callable[[Sequence[tuple[str, StreamEvent]]], None]
+"""Takes (request id, event) pairs; called on the engine thread."""
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -269,3 +290,160 @@ class TurnAdmission:
         return worker_load(
             self._identity, self._cache, load=self._scheduler.load(), as_of_s=time.time()
         )
+
+
+# ---- the asyncio side
+
+
+class LoopPort(Protocol):
+    """A `LoopPort` is what the asyncio side needs of `loop.StepLoop`."""
+
+    inbox: Inbox
+    latest: WorkerLoad
+    standing: Standing
+    step_s: float
+
+    def run(self, deliver: DeliverEvents) -> None:
+        """Serve on the calling thread until told to stop."""
+        ...
+
+
+class RequestStream:
+    """A `RequestStream` gives the events of one request, in order. It ends after RequestFinished or
+    RequestFailed."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+
+    def push(self, event: StreamEvent) -> None:
+        self._events.put_nowait(event)
+
+    async def next(self) -> StreamEvent:
+        """Wait for the next event and return it; not to be called again after the last."""
+        return await self._events.get()
+
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        while True:
+            event = await self.next()
+            yield event
+            if isinstance(event, RequestFinished | RequestFailed):
+                return
+
+
+class AsyncEngine:
+    """An `AsyncEngine` is the engine as asyncio code uses it; it is started and stopped on the
+    event loop that uses it."""
+
+    def __init__(self, loop: LoopPort) -> None:
+        self._steps = loop
+        self._streams: dict[str, RequestStream] = {}
+        self._thread: threading.Thread | None = None
+        self._asyncio: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def latest(self) -> WorkerLoad:
+        """`latest` is the load after the last step: dated, but at once."""
+        return self._steps.latest
+
+    @property
+    def dead_because(self) -> str | None:
+        """`dead_because` says why the engine thread ended; None while it runs."""
+        return self._steps.inbox.closed_because
+
+    def start(self) -> None:
+        """Start the engine thread."""
+        self._asyncio = asyncio.get_running_loop()
+        # Daemon: a second Ctrl-C must end the process even in the middle of a long step.
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the engine thread after its present step; open streams get a last event."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with suppress(EngineDead):  # it has ended by itself
+            self._steps.inbox.put(StopLoop())
+        await asyncio.to_thread(thread.join, JOIN_S)
+
+    def submit(self, request: EngineRequest) -> RequestStream:
+        """Enter a request and return the stream of its events. Raises EngineDead."""
+        stream = RequestStream(request.request_id)
+        self._streams[request.request_id] = stream
+        try:
+            self._steps.inbox.put(Submit(request, time.monotonic()))
+        except EngineDead:
+            del self._streams[request.request_id]
+            raise
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; its stream gets no more events. One that has ended is no error."""
+        if self._streams.pop(request_id, None) is None:
+            return
+        with suppress(EngineDead):  # and with it the request
+            self._steps.inbox.put(Abort(request_id))
+
+    async def status(self, timeout_s: float) -> HfStatus:
+        """Return the engine thread's own answer. Raises EngineDead, or TimeoutError where it takes
+        longer than `timeout_s`."""
+        answer: Future[HfStatus] = Future()
+        self._steps.inbox.put(LivenessProbe(answer))
+        return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+
+    async def cache(self, timeout_s: float) -> Snapshot:
+        """Return the cache's counters and levels, from the engine thread; raises as `status`
+        does."""
+        answer: Future[Snapshot] = Future()
+        self._steps.inbox.put(AskCache(answer))
+        return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+
+    @property
+    def standing(self) -> Standing:
+        """`standing` is what seeds are judged by, after the last step: dated, but at once."""
+        return self._steps.standing
+
+    def step_s(self) -> float:
+        """Return the seconds that the last step took."""
+        return self._steps.step_s
+
+    async def inventory(self, after: int, timeout_s: float) -> Page:
+        """Return a page of what is held here, of the words after number `after`; raises as `status`
+        does."""
+        answer: Future[Page] = Future()
+        self._steps.inbox.put(AskInventory(after, answer))
+        return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)
+
+    def call(self, request: RpcRequest) -> Future[RpcAnswer]:
+        """Answer a request of the node's RPC port; any thread may call. Raises EngineDead.
+
+        A probe is answered at once, by what the last step left.
+        """
+        answer: Future[RpcAnswer] = Future()
+        if isinstance(request, Probe):
+            answer.set_result(probe_seed(request.wanted, self.standing))
+            return answer
+        self._steps.inbox.put(Call(request, answer))
+        return answer
+
+    def _run(self) -> None:
+        assert self._asyncio is not None
+        loop = self._asyncio
+
+        def deliver(events: Sequence[tuple[str, StreamEvent]]) -> None:
+            try:
+                loop.call_soon_threadsafe(self._deliver, events)
+            except RuntimeError:
+                logger.warning("the event loop closed before the engine was stopped")
+
+        self._steps.run(deliver)
+
+    def _deliver(self, events: Sequence[tuple[str, StreamEvent]]) -> None:
+        for request_id, event in events:
+            stream = self._streams.get(request_id)
+            if stream is None:
+                continue  # given up meanwhile
+            stream.push(event)
+            if isinstance(event, RequestFinished | RequestFailed):
+                del self._streams[request_id]

@@ -27,6 +27,7 @@ from ownerserve.engines.hf.engine.commands import (
     AskInventory,
     Call,
     Command,
+    DeliverEvents,
     EngineDead,
     Inbox,
     LetIn,
@@ -160,9 +161,6 @@ def take_over(
 
 
 logger = logging.getLogger(__name__)
-
-DeliverEvents = Callable[[Sequence[tuple[str, StreamEvent]]], None]
-"""Takes (request id, event) pairs; called on the engine thread."""
 
 
 class RunnerPort(Protocol):

@@ -16,7 +16,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ownerserve.engines.hf.engine.async_engine import RequestStream
+from ownerserve.engines.hf.engine.commands import RequestStream
 from ownerserve.engines.hf.model.text import ChatCodec
 from ownerserve.engines.hf.scheduling.requests import (
     Admitted,
