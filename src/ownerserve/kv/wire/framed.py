@@ -116,17 +116,21 @@ class FramedServer:
         self.socket, self.address = self._port.socket, self._port.address
         self._what = what
         self._stopping = Event()
+        self._wake: Callable[[], None] | None = None
         self._thread: Thread | None = None
 
-    def start(self, serve: Callable[[], None]) -> None:
+    def start(self, serve: Callable[[], None], *, wake: Callable[[], None] | None = None) -> None:
         """Call `serve` again and again, on a thread of its own: one round, waiting a moment at
-        most."""
+        most, or until `wake` is called, which `stop` does."""
+        self._wake = wake
         self._thread = Thread(target=self._run, args=(serve,), name=self._what, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End with the round under way, and free the port."""
         self._stopping.set()
+        if self._wake is not None:
+            self._wake()
         if self._thread is not None:
             self._thread.join()
         self._port.close()

@@ -146,7 +146,7 @@ ANSWER_S = 2.0
 """So long a probe is waited for."""
 RESERVE_MIN_S, RESERVE_MAX_S = 0.05, 0.5
 """Between these, whoever asks for a place waits for two steps of the engine."""
-POLL_MS = 50
+POLL_MS = 10
 READ_BYTES_MAX = 4 * MAX_FRAME_BYTES
 """A frame that is too long is refused, and its connection lives on; past this both are dropped."""
 IN_FLIGHT_MAX = 1024
@@ -182,7 +182,7 @@ class RpcServer:
         between two of which it answers."""
         self._answer = answer
         self._step_s = step_s or self._step_s
-        self._server.start(self._serve)
+        self._server.start(self._serve, wake=self._wake)
 
     def stop(self) -> None:
         """Stop answering and free the port."""
@@ -191,8 +191,9 @@ class RpcServer:
         self._ringer.close()
 
     def _serve(self) -> None:
-        """Do one round: take one request, say what was answered, refuse what took too long."""
-        ready = dict(self._poller.poll(POLL_MS if not len(self._flights) else POLL_MS // 5))
+        """Do one round: take one request, say what was answered, refuse what took too long. It
+        waits until there is something to do; while requests are in flight, for POLL_MS at most."""
+        ready = dict(self._poller.poll(POLL_MS if len(self._flights) else None))
         if self._bell.fileno() in ready:
             self._bell.recv(4096)
         if self._socket in ready:
@@ -264,6 +265,10 @@ class RpcServer:
     def _ring(self, future: Future[RpcAnswer]) -> None:
         """Wake the server's thread for an answer; called on the thread of whoever answers."""
         self._done.append(future)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Ring, so that the server's thread begins a round."""
         with suppress(OSError):  # full: it rings already; closed: nobody listens any more
             self._ringer.send(b"!")
 
