@@ -54,8 +54,7 @@ from ownerserve.cache.policies.cost_aware import CostAware
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
-from ownerserve.cache.residents import ResidentState
-from ownerserve.cache.sessions import Running, Sessions
+from ownerserve.cache.sessions import ResidentState, Running, Sessions
 from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.prefix_tree import Node, PrefixTree, ResumeDepth, ResumePlace, Session
 from ownerserve.kv.errors import InvalidInput

@@ -13,8 +13,7 @@ from ownerserve.cache.layout import Layout
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
-from ownerserve.cache.residents import ResidentState
-from ownerserve.cache.sessions import Running, Sessions
+from ownerserve.cache.sessions import ResidentState, Running, Sessions
 from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.ids import TurnId
 

@@ -19,7 +19,7 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Checkpoint, Spill
-from ownerserve.cache.residents import ResidentPrefix
+from ownerserve.cache.sessions import ResidentPrefix
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
