@@ -20,9 +20,8 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Turn
 from ownerserve.cache.pressure import Watermarks
-from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import pack
+from ownerserve.kv.prefix import Identity, Numerics, pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.runtime.calibration import UNMEASURED
 from ownerserve.node.state import NodeState

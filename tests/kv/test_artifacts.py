@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ownerserve.kv.artifacts import (
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.prefix import (
     Approximate,
     Approximation,
     Exact,
@@ -16,8 +18,6 @@ from ownerserve.kv.artifacts import (
     artifact_id,
     tenant_salt,
 )
-from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import PrefixHash
 
 SECRET = b"s" * 32
 BASE = Identity(

@@ -17,10 +17,9 @@ from ownerserve.cache.outcomes import (
     RestorablePoint,
     SlotsReserved,
 )
-from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack
+from ownerserve.kv.prefix import TOKEN_BYTES, Identity, Numerics, Packed, pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.restore.sources import Later

@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ownerserve.kv.artifacts import PointKey, RangeKey, artifact_id
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.kv.prefix import hash_prefix, pack
+from ownerserve.kv.prefix import PointKey, RangeKey, artifact_id, hash_prefix, pack
 from ownerserve.node.retention.policy import SPILL_AFTER_S, policy_of
 from ownerserve.node.vocabulary.events import FindRecords, RestoreOutcome, StoreCopy, Tick
 from ownerserve.node.vocabulary.records import Cell, Inside

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from ownerserve.cli.store import command
-from ownerserve.kv.artifacts import tenant_salt
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.prefix import tenant_salt
 from ownerserve.store.format.model import ArtifactKind
 from ownerserve.store.format.segment import segment_path
 from ownerserve.store.tiers.backend import put

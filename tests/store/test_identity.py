@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ownerserve.kv.artifacts import (
+from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.prefix import (
     Approximate,
     Approximation,
     Identity,
@@ -14,7 +15,6 @@ from ownerserve.kv.artifacts import (
     RangeKey,
     tenant_salt,
 )
-from ownerserve.kv.ids import PrefixHash
 from ownerserve.store.format.model import ArtifactKind, MissReason, ReadHit, ReadMiss, Want, meta_of
 from ownerserve.store.tiers.backend import put
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from ownerserve.engines.vllm.plugin import ask
-from ownerserve.kv.artifacts import tenant_salt
+from ownerserve.kv.prefix import tenant_salt
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Admit, Probe, Reject, Seed, Status, StatusIs
 from ownerserve.kv.wire.status import WorkerLoad

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from ownerserve.cli.options import Finite
 from ownerserve.cli.output import OutputFolder, console_for, json_option, write_json
-from ownerserve.kv.artifacts import tenant_salt
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.prefix import tenant_salt
 from ownerserve.kv.units import KIB, MIB, format_bytes, parse_bytes
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.maintain import QUARANTINE_KEPT_S, collect, verify_all

@@ -18,9 +18,9 @@ import torch
 
 from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.layout.shape import StateShape, describe
-from ownerserve.kv.artifacts import Identity, Numerics, PointKey
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.prefix import Identity, Numerics, PointKey
 from ownerserve.store.format.model import meta_of
 from tests.support.children import importing
 from tests.support.vllm_parts import packed_play, specs

@@ -18,10 +18,9 @@ from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
 from ownerserve.cache.pressure import Checkpoint, Watermarks
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
-from ownerserve.kv.prefix import TOKEN_BYTES, hash_prefix
+from ownerserve.kv.prefix import TOKEN_BYTES, Identity, Numerics, hash_prefix
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.chains import prefix_of

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.pressure import Watermarks
-from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.prefix import pack
+from ownerserve.kv.prefix import Identity, Numerics, pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.records import RecordNames

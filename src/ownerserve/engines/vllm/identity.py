@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
 from ownerserve.kv.payload import Payload
+from ownerserve.kv.prefix import SALT_BYTES, Identity, Numerics
 from ownerserve.node.storage.weights import weight_files_digest
 
 

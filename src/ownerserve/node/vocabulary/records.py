@@ -21,10 +21,10 @@ from typing import Protocol
 import msgspec
 
 from ownerserve.cache.layout import Component, Layout
-from ownerserve.kv.artifacts import ArtifactIds, ArtifactKey, Identity, PointKey, RangeKey
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.payload import ITEM_BYTES, PayloadPart
+from ownerserve.kv.prefix import ArtifactIds, ArtifactKey, Identity, PointKey, RangeKey
 from ownerserve.kv.specs import Coverage
 from ownerserve.store.format.convert import ByteOrder, PayloadLayout
 from ownerserve.store.format.model import ID_BYTES, SHARED, ArtifactKind, Meta, meta_of

@@ -21,10 +21,10 @@ import msgspec
 
 from ownerserve.cache.layout import Component, Layout, Tail
 from ownerserve.cache.pools.budget import PoolSizes, share_memory
-from ownerserve.kv.artifacts import Identity, Numerics
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.geometry import Geometry, block_unit, pool_plans
 from ownerserve.kv.messages import Tier
+from ownerserve.kv.prefix import Identity, Numerics
 from ownerserve.kv.specs import Coverage, ModelSpec, Ring
 from ownerserve.plan.cost.model import Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium

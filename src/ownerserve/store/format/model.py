@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ownerserve.kv.artifacts import (
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.prefix import (
     ArtifactKey,
     Exact,
     Identity,
@@ -21,7 +22,6 @@ from ownerserve.kv.artifacts import (
     RangeKey,
     artifact_id,
 )
-from ownerserve.kv.errors import InvalidInput
 
 ID_BYTES = 32
 MAX_COMPONENT, MAX_PRECISION, MAX_EXACTNESS = 32, 16, 32

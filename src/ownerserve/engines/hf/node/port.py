@@ -16,8 +16,8 @@ from xxhash import xxh3_128_digest
 
 from ownerserve.engines.hf.model.checkpoint import LoadedCheckpoint
 from ownerserve.engines.hf.model.runner import ModelRunner
-from ownerserve.kv.artifacts import SALT_BYTES, Identity, Numerics
 from ownerserve.kv.payload import FORMAT
+from ownerserve.kv.prefix import SALT_BYTES, Identity, Numerics
 from ownerserve.node.storage.weights import weight_files_digest
 from ownerserve.plan.inputs import HF, Abilities
 

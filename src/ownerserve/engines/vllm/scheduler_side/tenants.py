@@ -10,7 +10,7 @@ import logging
 import os
 from pathlib import Path
 
-from ownerserve.kv.artifacts import SALT_BYTES, tenant_salt
+from ownerserve.kv.prefix import SALT_BYTES, tenant_salt
 
 log = logging.getLogger("vllm.ownerserve")
 
