@@ -23,7 +23,7 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Identity, Numerics, pack
 from ownerserve.kv.specs import Coverage
-from ownerserve.node.runtime.calibration import UNMEASURED
+from ownerserve.node.runtime.node_runtime import UNMEASURED
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.events import TurnArrived, TurnEnded, TurnGone
 from ownerserve.node.vocabulary.records import RecordNames

@@ -20,9 +20,8 @@ from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.node.retention import spills
-from ownerserve.node.runtime import calibration
-from ownerserve.node.runtime.calibration import Calibration
-from ownerserve.node.runtime.node_runtime import NodeRuntime
+from ownerserve.node.runtime import node_runtime
+from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage import backing, journal
 from ownerserve.node.storage.backing import Backing
@@ -204,7 +203,7 @@ def test_the_engines_thread_never_asks_a_medium(node: Node) -> None:
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         *((store_runtime, "DRAIN_S"), (store_runtime, "JOIN_S"), (backing, "CLOSE_S")),
-        *((journal, "JOIN_S"), (calibration, "SAVE_WITHIN_S")),
+        *((journal, "JOIN_S"), (node_runtime, "SAVE_WITHIN_S")),
     ):
         monkeypatch.setattr(module, name, 0.1)
 

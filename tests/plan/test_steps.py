@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import Tier
-from ownerserve.node.runtime.calibration import UNMEASURED, Calibration
+from ownerserve.node.runtime.node_runtime import UNMEASURED, Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.plan.cost.events import Loaded, Prefilled, Stepped
 from ownerserve.plan.cost.model import ASSUMED, CostModel, StepFit, StepTimes

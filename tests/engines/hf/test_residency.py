@@ -34,7 +34,7 @@ from ownerserve.gateway.config import Config  # noqa: E402
 from ownerserve.gateway.http.access import parse_worker  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.kv.messages import Tier  # noqa: E402
-from ownerserve.node.runtime.calibration import Calibration  # noqa: E402
+from ownerserve.node.runtime.node_runtime import Calibration  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
 from ownerserve.store.disk.snapshot import StoreSnapshot  # noqa: E402

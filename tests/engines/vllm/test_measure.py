@@ -10,7 +10,7 @@ import pytest
 from ownerserve.engines.vllm.compat import evictable_blocks
 from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
 from ownerserve.kv.ids import TurnId
-from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.plan.cost.model import CostModel
 
 

@@ -36,8 +36,7 @@ from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.node.ownership.inventory import kinds_of
 from ownerserve.node.ownership.ownership import Ownership, Owning, Unowned
 from ownerserve.node.retention.policy import policy_of
-from ownerserve.node.runtime.calibration import Calibration
-from ownerserve.node.runtime.node_runtime import NodeRuntime
+from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.storage.journal import Journal

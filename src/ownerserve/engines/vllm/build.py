@@ -39,7 +39,7 @@ from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.ownership.inventory import Inventory, kinds_of
 from ownerserve.node.ownership.ownership import Ownership
 from ownerserve.node.retention.saves import Capture, Saves
-from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.operations import Operations

@@ -24,8 +24,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
 from ownerserve.node.restore.sources import LOADS
-from ownerserve.node.runtime.calibration import Calibration
-from ownerserve.node.runtime.node_runtime import NodeRuntime
+from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.vocabulary.chains import PromptPrefix
 from ownerserve.node.vocabulary.events import (
     RestoreOutcome,

@@ -16,7 +16,7 @@ import msgspec
 from ownerserve.engines.vllm.worker_commands import LoadResult
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
-from ownerserve.node.runtime.calibration import Calibration
+from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.plan.cost.events import Loaded, Prefilled, Stepped
 from ownerserve.plan.cost.model import CostModel
 
