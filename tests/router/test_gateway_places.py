@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
-from ownerserve.gateway.finder import SessionFinder
+from ownerserve.gateway.asking import SessionFinder
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit

@@ -4,8 +4,7 @@
 |---|---|
 | http | connections and messages: client, upstream, heads, replies, small questions |
 | workers | what is asked of each worker beside its turns: probes, inventories, places, releases |
-| finder | look-ups of sessions' owners in the directory |
-| asking | who asks, read from a request before any decision |
+| asking | who asks, read from a request before any decision; look-ups of owners in the directory |
 | stamps | what heads say of a turn, up and down |
 | exchange | one request's life as phases |
 | turns | what an exchange asks at each step: the router's state, admission, places, counts |

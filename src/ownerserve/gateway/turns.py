@@ -13,9 +13,8 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ownerserve.directory.port import Directory
-from ownerserve.gateway.asking import Asking, IdentifiedRequest
+from ownerserve.gateway.asking import Asking, IdentifiedRequest, SessionFinder
 from ownerserve.gateway.config import Config
-from ownerserve.gateway.finder import SessionFinder
 from ownerserve.gateway.http.access import open_access
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.heads import ResponseHead
