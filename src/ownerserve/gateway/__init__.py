@@ -7,7 +7,7 @@
 | asking | who asks, read from a request before any decision; look-ups of owners in the directory |
 | stamps | what heads say of a turn, up and down |
 | exchange | one request's life as phases |
-| turns | what an exchange asks at each step: the router's state, admission, places, counts |
+| turns | what an exchange asks at each step: the router's state, admission, places; counters |
 | service | the process: listener, probes, drain |
-| observe, metrics, admin | what it did: counters, decisions, the admin port |
+| metrics, admin | what it did, for people: Prometheus families, the admin port |
 """

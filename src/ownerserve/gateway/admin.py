@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ownerserve.gateway.metrics import GatewayCollector
-from ownerserve.gateway.observe import Decided
+from ownerserve.gateway.turns import Decided
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Dispatch

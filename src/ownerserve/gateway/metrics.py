@@ -15,7 +15,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ownerserve.gateway.observe import Histogram
+from ownerserve.gateway.turns import Histogram
 
 if TYPE_CHECKING:
     from ownerserve.gateway.service import Gateway
