@@ -72,6 +72,49 @@ def test_v41_layers_read_the_source_before_them(example):
     ]
 
 
+def test_phi4flash_computes_state_in_its_first_half_and_a_layer_more(example):
+    layers = build_spec(example("phi-4-mini-flash")).layers
+    assert layers[17].states[0].role is Role.DENSE
+    assert all(not layer.states for layer in layers[18:])
+    assert [layer.kv_source for layer in layers[16:22]] == [None, None, None, 17, None, 17]
+
+
+def test_llama4_reads_both_spellings(example):
+    config = example("llama-4-scout")
+    by_rule = build_spec(config)
+    config["text_config"]["no_rope_layers"] = [1, 1, 1, 0] * 12
+    assert build_spec(config).layers == by_rule.layers
+
+
+def test_step_leaves_out_its_draft_layers(example):
+    config = example("step-3.5-flash")
+    assert len(build_spec(config).layers) == 45
+    shorter = {**config, "layer_types": config["layer_types"][:45]}
+    assert build_spec(shorter).layers == build_spec(config).layers
+
+
+def test_exaone_spells_a_period_out(example):
+    config = {**example("command-a"), "model_type": "exaone4", "sliding_window_pattern": "LLLG"}
+    assert build_spec(config).layers == build_spec(example("command-a")).layers
+
+
+def test_a_declared_model_is_what_it_declares(example):
+    declared = example("declared-hybrid")
+    layers = build_spec(declared).layers
+    assert [layer.type for layer in layers].count("sliding_attention") == 24
+    gemma = {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "sliding_window": 1024,
+        "layer_types": [SLIDING] * 24 + [FULL] * 8,
+    }
+    assert build_spec(gemma).layers == layers
+
+
 def test_gemma4_shared_layers_own_nothing(example):
     config = example("gemma-4-31b")
     config["text_config"]["num_kv_shared_layers"] = 12
@@ -216,6 +259,29 @@ def change(name, **fields):
         (change("nemotron-h-8b", hybrid_override_pattern=None), ["hybrid_override_pattern"]),
         (change("nemotron-h-8b", hybrid_override_pattern="MX"), ["hybrid_override_pattern", "X"]),
         (change("nemotron-h-8b", hybrid_override_pattern="M*"), ["num_hidden_layers", "52"]),
+        (change("command-a", sliding_window_pattern=None), ["sliding_window_pattern", "missing"]),
+        (change("command-a", sliding_window_pattern="LXG"), ["sliding_window_pattern", "LXG"]),
+        (change("granite-4.0-h-small", layer_types=None), ["layer_types", "missing"]),
+        (change("granite-4.0-h-small", layer_types=["mamba"]), ["layer_types", "40"]),
+        (change("lfm2-1.2b", full_attn_idxs=[16]), ["full_attn_idxs", "16"]),
+        (change("mimo-v2-flash", hybrid_layer_pattern=[0, 1]), ["hybrid_layer_pattern", "48"]),
+        (change("mimo-v2-flash", v_head_dim=None), ["v_head_dim", "missing"]),
+        (change("step-3.5-flash", layer_types=[FULL]), ["layer_types", "45"]),
+        (change("longcat-flash", num_hidden_layers=28), ["num_hidden_layers", "num_layers"]),
+        (change("minimax-m1", attn_type_list=[1]), ["attn_type_list", "80"]),
+        (change("phi-4-mini-flash", mb_per_layer=3), ["mb_per_layer", "3"]),
+        (change("phi-4-mini-flash", sliding_window=[512, 256]), ["sliding_window", "256"]),
+        (change("declared-hybrid", layers=None), ["layers", "missing"]),
+        (change("declared-hybrid", layers=[]), ["layers", "empty"]),
+        (change("declared-hybrid", layers=[{"type": "x"}]), ["layers", "dense_bytes"]),
+        (
+            change("declared-hybrid", layers=[{"type": "x", "dense_bytes": 0, "kv_source": 0}]),
+            ["kv_source", "layer 0"],
+        ),
+        (
+            change("declared-hybrid", layers=[{"type": "x", "dense_bytes": 0, "repeat": 0}]),
+            ["repeat"],
+        ),
     ],
 )
 def test_a_config_it_cannot_read_is_refused_by_field(config, names):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ownerserve.kv.descriptor import NAMED, KvDescriptor
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.registry import declared
 from ownerserve.kv.registry.attention import (
     deepseek_v4,
     deepseek_v41,
@@ -20,18 +21,26 @@ from ownerserve.kv.registry.attention import (
     gemma3,
     gemma4,
     gpt_oss,
+    interleaved,
+    llama4,
+    mimo,
     minimax_m3,
     mistral,
     mla,
+    step,
 )
 from ownerserve.kv.registry.family import Family
 from ownerserve.kv.registry.fields import Fields
 from ownerserve.kv.registry.hybrid import (
     bamba,
     falcon_h1,
+    granite,
     jamba,
     kimi_linear,
+    lfm2,
+    minimax,
     nemotron_h,
+    phi4flash,
     qwen_next,
 )
 from ownerserve.kv.specs import ModelSpec
@@ -42,6 +51,10 @@ FAMILIES: tuple[Family, ...] = (
     gemma3.FAMILY,
     gemma4.FAMILY,
     gpt_oss.FAMILY,
+    interleaved.FAMILY,
+    llama4.FAMILY,
+    mimo.FAMILY,
+    step.FAMILY,
     mla.FAMILY,
     dsa.FAMILY,
     deepseek_v4.FAMILY,
@@ -53,6 +66,11 @@ FAMILIES: tuple[Family, ...] = (
     bamba.FAMILY,
     nemotron_h.FAMILY,
     falcon_h1.FAMILY,
+    declared.FAMILY,
+    granite.FAMILY,
+    lfm2.FAMILY,
+    minimax.FAMILY,
+    phi4flash.FAMILY,
 )
 
 BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
@@ -99,7 +117,8 @@ def find_family(config: Mapping[str, Any]) -> tuple[Fields, Family]:
         raise InvalidInput(
             named_by.name("model_type"),
             f"{model_type!r} belongs to no family that is known here",
-            f"use one of {', '.join(sorted(BY_MODEL_TYPE))}",
+            f"use one of {', '.join(sorted(BY_MODEL_TYPE))}; or declare its layers "
+            "(docs/model-state.md)",
         )
     return fields, BY_MODEL_TYPE[model_type]
 

@@ -62,9 +62,11 @@ def latent_entry(shape: LatentShape, layout: KvFormat) -> Entry:
             return Entry((Part("latent", dims, Precision(layout)),))
 
 
-def heads_entry(heads: int, head_dim: int, layout: KvFormat) -> Entry:
-    """Return the entry of keys and values of `heads` heads. Raises InvalidInput for a layout of
-    latents.
+def heads_entry(
+    heads: int, head_dim: int, layout: KvFormat, *, value_dim: int | None = None
+) -> Entry:
+    """Return the entry of keys and values of `heads` heads, values `value_dim` wide (None: as keys
+    are). Raises InvalidInput for a layout of latents.
     """
     if layout.latent_only:
         raise InvalidInput(
@@ -73,8 +75,9 @@ def heads_entry(heads: int, head_dim: int, layout: KvFormat) -> Entry:
             "use bf16, fp16, fp32 or fp8",
         )
     precision = Precision(layout)
-    elements = heads * head_dim
-    return Entry((Part("keys", elements, precision), Part("values", elements, precision)))
+    keys = Part("keys", heads * head_dim, precision)
+    values = Part("values", heads * (value_dim or head_dim), precision)
+    return Entry((keys, values))
 
 
 def index_entry(dim: int, layout: IndexFormat) -> Entry:
@@ -110,11 +113,16 @@ def recurrent_pair(
     and as many more convolution columns.
     """
     state = Entry((Part("state", state_elements, ssm),))
-    conv = Entry((Part("columns", conv_channels * (conv_kernel - 1), kv.conv),))
-    state_extra = kv.lookahead_tokens * state.payload_bytes
-    conv_extra = kv.lookahead_tokens * conv_channels * kv.conv.bits // 8
-    by_head = Sharding.BY_HEAD
+    extra = kv.lookahead_tokens * state.payload_bytes
     return (
-        StateSpec(Role.RECURRENT, Recurrent(), state, by_head, extra_bytes=state_extra),
-        StateSpec(Role.CONV, Recurrent(), conv, by_head, extra_bytes=conv_extra),
+        StateSpec(Role.RECURRENT, Recurrent(), state, Sharding.BY_HEAD, extra_bytes=extra),
+        conv_columns(conv_channels, conv_kernel, kv),
     )
+
+
+def conv_columns(channels: int, kernel: int, kv: KvDescriptor) -> StateSpec:
+    """Return the columns that a causal convolution remembers: all of its kernel but the newest, and
+    one for each token that an engine may have to take back."""
+    columns = Entry((Part("columns", channels * (kernel - 1), kv.conv),))
+    extra = kv.lookahead_tokens * channels * kv.conv.bits // 8
+    return StateSpec(Role.CONV, Recurrent(), columns, Sharding.BY_HEAD, extra_bytes=extra)

@@ -1,5 +1,5 @@
-"""A model's configuration comes from a config.json, a checkpoint folder, or the name of one of the
-examples that ship with the project.
+"""A model's configuration comes from a config.json, a TOML file, a checkpoint folder, or the name
+of one of the examples that ship with the project.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ EXAMPLE_FOLDERS = (
     _PACKAGE / "example_configs",  # in a wheel
     _PACKAGE.parents[1] / "examples" / "configs",  # in a checkout
 )
+SUFFIXES = (".json", ".toml")
 
 
 def example_names() -> tuple[str, ...]:
     """Return the names of the shipped examples, sorted."""
-    return tuple(sorted({path.stem for f in EXAMPLE_FOLDERS for path in f.glob("*.json")}))
+    found = {path.stem for f in EXAMPLE_FOLDERS for kind in SUFFIXES for path in f.glob(f"*{kind}")}
+    return tuple(sorted(found))
 
 
 def find_config(name: str) -> Path:
@@ -28,7 +30,8 @@ def find_config(name: str) -> Path:
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
-    shipped = [f / f"{name.removesuffix('.json')}.json" for f in EXAMPLE_FOLDERS]
+    stem = name.removesuffix(".json")
+    shipped = [f / f"{stem}{kind}" for f in EXAMPLE_FOLDERS for kind in SUFFIXES]
     for candidate in (path, *shipped):
         if candidate.is_file():
             return candidate
@@ -40,8 +43,10 @@ def find_config(name: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`. Raises InvalidInput when it can't be read."""
+    """Return the JSON object, or the TOML document, in `path`. Raises InvalidInput when it can't be
+    read."""
+    decode = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.MsgspecError, OSError) as error:
         raise InvalidInput(path.name, str(error), "pass a model's config.json") from error

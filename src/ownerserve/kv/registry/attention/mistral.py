@@ -1,5 +1,5 @@
-"""Mistral and Mixtral slide in every layer when `sliding_window` is a number, and in none when it
-is null. `layer_types` (Ministral) decides when present.
+"""Mistral, Mixtral, Phi-3 and StarCoder-2 slide in every layer when `sliding_window` is a number,
+and in none when it is null. `layer_types` (Ministral) decides when present.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def make_layers(fields: Fields, kv: KvDescriptor) -> Sequence[LayerSpec]:
     ]
 
 
-MODEL_TYPES = ("mistral", "ministral", "ministral3", "mixtral")
+MODEL_TYPES = ("mistral", "ministral", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2")
 FAMILY = Family("mistral", MODEL_TYPES, "bf16", make_layers)
