@@ -69,6 +69,9 @@ LAYOUT = Layout(
         Component(name="swa", coverage=Coverage.POINT, slot_bytes=32, payload_bytes=32),
     ),
 )
+WINDOWS_ONLY = Layout(
+    B, (Component(name="swa", coverage=Coverage.POINT, slot_bytes=32, payload_bytes=32),)
+)
 GUEST = Abilities(
     can_replay=False,
     can_reserve=False,
@@ -122,7 +125,13 @@ class EngineBlocks:
 class Guest:
     """A node, its device, and a store that is a dictionary of what was copied."""
 
-    def __init__(self, *, in_flight_bytes: int = 1 << 20, exact_end: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        in_flight_bytes: int = 1 << 20,
+        exact_end: bool = False,
+        layout: Layout = LAYOUT,
+    ) -> None:
         identity = Identity(
             model_id="m",
             weights="w",
@@ -131,7 +140,8 @@ class Guest:
             numerics=Numerics(dtype="float32"),
             tenant_salt=bytes(32),
         )
-        names = RecordNames(identity, LAYOUT, engine="test/1", blocks=CELL)
+        names = RecordNames(identity, layout, engine="test/1", blocks=CELL)
+        grows = 4.0 if names.range_names else 0.0
         self.device = EngineBlocks()
         self.stored: dict[bytes, StoreCopy] = {}
         operations = Operations()
@@ -139,7 +149,7 @@ class Guest:
             self.device,
             operations,
             planner=Planner(
-                ModelState(layers=2, block_tokens=B, range_bytes_per_token=4.0, point_bytes=32),
+                ModelState(layers=2, block_tokens=B, range_bytes_per_token=grows, point_bytes=32),
                 GUEST,
             ),
             costs=CostModel(LOADS_PAY),
@@ -159,9 +169,11 @@ class Guest:
     def arrive(self, tokens: list[int]) -> None:
         """Arrival, and the store's answer to what is asked."""
         [find] = self.handle(TurnArrived(TURN, SESSION, pack(tokens)))
-        assert isinstance(find, FindRecords)
-        held = {id_: Tier.DISK for id_ in find.ids if id_ in self.stored}
-        assert self.handle(RecordsFound(find.operation_id, held)) == [] or not held
+        while isinstance(find, FindRecords):  # it may look on
+            held = {id_: Tier.DISK for id_ in find.ids if id_ in self.stored}
+            following = self.handle(RecordsFound(find.operation_id, held))
+            find = following[0] if following else None
+            assert find is None or isinstance(find, FindRecords) or not held
 
     def ask(self, hit: int) -> int | None:
         """What is offered beyond `hit`; None: nothing."""
@@ -256,6 +268,18 @@ def test_what_is_stored_is_offered_brought_and_counts_when_it_is_written() -> No
     report = guest.state.report(TURN)
     assert report is not None and report.outcome is RestoreOutcome.LOADED
     assert not guest.device.open
+
+
+@pytest.mark.parametrize("more", [3, 20_000])
+def test_a_model_of_windows_alone_goes_on_at_a_point(more: int) -> None:
+    """No range state says how far the store reaches: the deepest point does, however far back."""
+    guest = Guest(layout=WINDOWS_ONLY)
+    guest.run(PROMPT, prompt=200, steps=[200])
+    assert copies(guest.stored.values()) == [("swa", 192, 192)]
+    guest.arrive([*PROMPT, *range(1, more)])
+    assert guest.ask(0) == 192
+    bring = guest.place()
+    assert [f.slots for f in bring.fillings] == [(192,)]
 
 
 def test_a_hit_is_capped_before_the_last_token() -> None:

@@ -13,7 +13,7 @@ from tests.support.vllm.wire import Answer
 
 pytestmark = pytest.mark.vllm
 
-FAMILIES = ("qwen3", "gemma3", "gptoss", "qwen3next", "deepseek3")
+FAMILIES = ("qwen3", "gemma3", "mistral", "gptoss", "qwen3next", "deepseek3")
 BOUNDARY_TOKENS = 128
 """At most this far apart do restorable points of the default settings lie here."""
 

@@ -57,6 +57,15 @@ def _gemma3() -> Any:
     )
 
 
+def _mistral() -> Any:
+    """Nothing but sliding layers: no state grows with the context."""
+    from transformers import MistralConfig
+
+    return MistralConfig(
+        **_GQA, num_hidden_layers=4, intermediate_size=128, sliding_window=WINDOW_TOKENS + 26
+    )
+
+
 def _gptoss() -> Any:
     from transformers import GptOssConfig
 
@@ -125,6 +134,7 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "qwen3": _qwen3,
     "qwen3-wide": _qwen3_wide,
     "gemma3": _gemma3,
+    "mistral": _mistral,
     "gptoss": _gptoss,
     "qwen3next": _qwen3next,
     "deepseek3": _deepseek3,

@@ -258,6 +258,8 @@ class Restores:
         # rest when those are there. A cold one so costs some ids and not thousands.
         grid = self._names.blocks
         pending.upto = min(cap, (pending.resident // grid + FIRST_CELLS) * grid)
+        if not self._names.range_names:  # nothing to look for but the points, anywhere
+            pending.upto = cap
         self._pending[event.turn_id] = pending
         ends = range(pending.resident, pending.upto)
         return [self._ask(pending, ends=ends, points=self._last(pending, complete))]
@@ -325,11 +327,13 @@ class Restores:
         return None
 
     def _lacks_point(self, pending: PendingRestore, stored: sources.StoredRecords) -> bool:
-        """Return whether there is range state to go on from, and the store has no whole point to do
-        it at."""
+        """Return whether there is range state to go on from, or the model needs none, and the
+        store has no whole point to do it at."""
         wanted = len(self._names.point_names)
         if not wanted or any(len(parts) == wanted for parts in stored.points.values()):
             return False
+        if not self._names.range_names:
+            return True
         return bool(stored.cells) or pending.resident > pending.complete
 
     def asked(self, turn_id: TurnId, *, now: float) -> Iterable[Effect]:

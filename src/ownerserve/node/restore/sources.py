@@ -34,7 +34,7 @@ from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.node.vocabulary.events import TurnArrived
 from ownerserve.node.vocabulary.records import Cell, Digests, Inside, RecordNames
-from ownerserve.plan.inputs import Backlog, RestoreQuery
+from ownerserve.plan.inputs import Backlog, RangeSpan, RestoreQuery
 from ownerserve.plan.outcome import Priced
 from ownerserve.plan.residency import NEAREST_FIRST, PointRow, RangeRow, points_of, spans_of
 from ownerserve.store.format.model import Want
@@ -271,6 +271,8 @@ def restore_query(
     layout = names.layout
     block = layout.block_tokens
     spans = spans_of(_range_rows(names, match, stored), layout.range_names)
+    if not layout.range_names:
+        spans = (RangeSpan(0, tokens),)  # a point alone is enough to go on from
     covered = spans[-1].end if spans else 0
     deepest = min(covered, (tokens - 1) // block * block)
     rows = [
