@@ -45,6 +45,7 @@ HASH = PrefixHash(b"h" * 32)
         {"numerics": Numerics("bfloat16", rope_scaling='{"factor":16}')},
         {"exactness": Approximate(Approximation.BOUNDED_REPLAY)},
         {"tenant_salt": tenant_salt(SECRET, "umbrella")},
+        {"config": '{"rms_norm_eps":1e-6}'},
     ],
 )
 def test_identity_takes_in_every_field(change):

@@ -18,7 +18,7 @@ from tests.support.waits import until
 pytestmark = pytest.mark.vllm
 
 B = 32
-ONE, TWO = "1" * 32, "2" * 32
+ONE, TWO, THREE = "1" * 32, "2" * 32, "3" * 32
 """As a gateway names sessions."""
 
 
@@ -103,12 +103,15 @@ def test_what_went_while_the_worker_was_away_is_not_told(rig: Rig, store: Path) 
     until(lambda: on_disk(store).keys() == {TWO})
 
 
-def test_after_a_reset_nothing_from_before_is_told(rig: Rig, store: Path) -> None:
-    """The weights may be others."""
+def test_with_other_weights_nothing_from_before_is_told(rig: Rig, store: Path) -> None:
+    """A reset alone leaves it all standing."""
     worker = rig.worker("qwen3", connectors.ours(store))
     worker.generate(tiny.prompt(300, seed=79), session=ONE)
     until(lambda: on_disk(store).keys() == {ONE})
     worker.hook("reset_connector")
+    worker.generate(tiny.prompt(300, seed=81), session=THREE)
+    until(lambda: on_disk(store).keys() == {ONE, THREE})
+    worker.hook("double_weights")
     until(lambda: not on_disk(store))
     worker.generate(tiny.prompt(300, seed=80), session=TWO)
     until(lambda: on_disk(store).keys() == {TWO})

@@ -293,7 +293,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """An identity is everything but the prefix that the meaning of state bytes depends on.
 
     `weights` is a digest, or a revision that names one; `tenant_salt` is made by `tenant_salt`;
-    `multimodal` digests inputs that are no tokens (images), empty for text.
+    `multimodal` digests inputs that are no tokens (images), empty for text. `config` is what the
+    model's config says of its state, in canonical JSON, with whatever overrides it; empty where
+    nothing is known of it.
     """
 
     model_id: str
@@ -305,6 +307,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     multimodal: bytes = b""
     exactness: Exactness = Exact()
+    config: str = ""
 
     def __post_init__(self) -> None:
         for field in ("model_id", "weights", "tokenizer"):
@@ -333,7 +336,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
             b"exact" if isinstance(exact, Exact) else b"approximate/" + exact.kind.encode(),
             self.tenant_salt,
         )
-        return _sha256(IDENTITY_DOMAIN, *fields)
+        # Without a config the name is as it was before there was this field.
+        return _sha256(IDENTITY_DOMAIN, *fields, *filter(None, [self.config.encode()]))
 
 
 class RangeKey(msgspec.Struct, frozen=True, tag="range"):

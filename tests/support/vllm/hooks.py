@@ -12,6 +12,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -306,3 +307,65 @@ def play_policy(worker: Any, *, ours: str) -> dict[str, Any]:
     refused = policy.evict(10, set())
     left = [key[1] for key in session if policy.get(key) is not None]
     return {"session": left, "refused": refused is None}
+
+
+def sleep_and_wake(worker: Any) -> None:
+    """As `POST /sleep?level=1` and `/wake_up` do: weights are kept, the cache is not."""
+    worker.engine.sleep(1)
+    worker.engine.wake_up()
+
+
+def sleep_deeply(worker: Any) -> None:
+    """As `POST /sleep?level=2` does: weights are thrown away."""
+    worker.engine.sleep(2)
+    worker.engine.wake_up()
+
+
+def reload_weights(worker: Any) -> None:
+    worker.engine.collective_rpc("reload_weights")
+
+
+def double_weights(worker: Any) -> None:
+    """As a trainer does that sends a function to the workers."""
+    worker.engine.collective_rpc(_double)
+
+
+def _double(worker: Any) -> None:
+    for parameter in worker.model_runner.model.parameters():
+        parameter.data.mul_(2)
+
+
+def ask_workers_anything(worker: Any) -> None:
+    """A call that we don't know, of a method that somebody added to the worker."""
+    worker.core.model_executor.driver_worker.worker.update_as_i_like = lambda: None
+    worker.engine.collective_rpc("update_as_i_like")
+
+
+def ask_workers_in_passing(worker: Any) -> None:
+    """Calls that leave weights as they are, and a reset."""
+    worker.engine.collective_rpc("check_health")
+    worker.engine.collective_rpc("reset_mm_cache")
+    reset_connector(worker)
+
+
+def name_of(worker: Any, *, model: str, engine_args: dict[str, Any]) -> str:
+    """What state would be called in an engine that is started so: vLLM's own reading of it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from ownerserve.engines.vllm.identity import identity_of
+    from ownerserve.kv.payload import Payload
+    from tests.support.vllm.worker import DEFAULTS
+
+    arguments = {**DEFAULTS, **engine_args}
+    if "overriding_function" in arguments:
+        arguments["hf_overrides"] = _double_epsilon
+        del arguments["overriding_function"]
+    config = EngineArgs(model=model, **arguments).create_engine_config()
+    cache = Path(model) / "digests.json"
+    named = identity_of(config, Payload(32, (), ()), weights="", cache=cache)
+    return str(named.digest().hex())
+
+
+def _double_epsilon(config: Any) -> Any:
+    config.rms_norm_eps = 2 * getattr(config, "rms_norm_eps", 0.0)  # vLLM tries it on a bare one
+    return config

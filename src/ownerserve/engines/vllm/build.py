@@ -148,10 +148,16 @@ class ConnectorParts:
             settings=node,
         )
 
-    def fresh_state(self) -> HostedNodeState:
-        """Make a node that knows nothing from before: no one else ever bore its name."""
+    def forget_weights(self) -> None:
+        """Go on under a name that no one else ever bore: the weights may be others from now on."""
         weights = f"{self.identity.weights} reset {uuid4().hex}"
-        return self.state(msgspec.structs.replace(self.identity, weights=weights))
+        self.name = msgspec.structs.replace(self.identity, weights=weights)
+
+    @cached_property
+    def name(self) -> Identity:
+        """`name` is what state that is computed from now on bears: `identity`, until the weights
+        may be others than those of the checkpoint."""
+        return self.identity
 
     def abilities(self) -> Abilities:
         """Return what vLLM lets a connector do on this platform."""

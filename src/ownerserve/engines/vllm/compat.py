@@ -8,11 +8,15 @@ pure parts are tested without it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ownerserve.engines.vllm.weights import KEEPS_WEIGHTS, WorkerCall
 from ownerserve.engines.vllm.worker_commands import Tables
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.node.storage.model_config import canonical
 
 MAMBA_PROBE = (3, 5)
 """A key and a value dimension that can't be confused."""
@@ -25,6 +29,69 @@ def register_connector(name: str, *, module: str) -> None:
     # The factory says "already registered" by this exception alone.
     with contextlib.suppress(ValueError):
         KVConnectorFactory.register_connector(name, module, name)
+
+
+def version() -> str:
+    """Return the installed vLLM's version."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def quantization_of(model: Any) -> str:
+    """Return how vLLM quantises the weights: the method that it settled on, what the operator gave
+    for it, and what the checkpoint says of its own; empty where it does not."""
+    method = getattr(model, "quantization", None)
+    own = getattr(model.hf_text_config, "quantization_config", None)
+    own = own or getattr(model.hf_config, "quantization_config", None)
+    given = getattr(model, "quantization_config", None)
+    if not (method or own or given):
+        return ""
+    parts = (
+        f"{name} {canonical(value)}" for name, value in (("own", own), ("given", given)) if value
+    )
+    return " ".join([str(method), *parts])
+
+
+def hear_worker_calls(vllm_config: Any, heard: Callable[[WorkerCall], None]) -> bool:
+    """Let `heard`, a method, know each call that this process makes to vLLM's workers, before it is
+    made and as long as the method's object lives. Return False where vLLM has no such place.
+
+    All calls pass `collective_rpc` of the executor's class: in 0.30 to 0.32 nothing tells a
+    connector that weights were updated, reloaded or put to sleep.
+    """
+    try:
+        from vllm.v1.executor import Executor
+
+        kind = Executor.get_class(vllm_config)
+        listeners = vars(kind).get(LISTENERS)
+        if listeners is None:
+            listeners = []
+            kind.collective_rpc = _telling(kind.collective_rpc, listeners)
+            setattr(kind, LISTENERS, listeners)
+    except (ImportError, AttributeError):
+        return False
+    listeners.append(weakref.WeakMethod(heard))
+    return True
+
+
+LISTENERS = "_ownerserve_listeners"
+
+
+def _telling(ask: Callable[..., Any], listeners: list[Any]) -> Callable[..., Any]:
+    @functools.wraps(ask)
+    def collective_rpc(executor: Any, method: Any, *more: Any, **named: Any) -> Any:
+        name = method if isinstance(method, str) else ""
+        if name not in KEEPS_WEIGHTS:
+            # (timeout, args, kwargs), in this order where they have no names
+            given = dict(zip(("timeout", "args", "kwargs"), more, strict=False)) | named
+            call = WorkerCall(name, given.get("args") or (), given.get("kwargs") or {})
+            for listener in listeners:
+                if (hears := listener()) is not None:
+                    hears(call)
+        return ask(executor, method, *more, **named)
+
+    return collective_rpc
 
 
 def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
@@ -44,13 +111,12 @@ def group_spec(group: Any) -> Any:
 def packed_by(vllm_config: Any) -> str:
     """Return the origin of the bytes in a page without a canonical payload: vLLM's version, the
     device's, and the settings by which its kernels choose what they write."""
-    import vllm
     from vllm.platforms import current_platform
 
     attention = getattr(vllm_config, "attention_config", None)
     settings = ("backend", "backend_per_kind", "indexer_kv_dtype")
     facts = (
-        vllm.__version__,
+        version(),
         current_platform.device_type,
         current_platform.get_device_capability(),
         *(getattr(attention, name, None) for name in settings),

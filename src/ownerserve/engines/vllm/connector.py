@@ -23,10 +23,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from ownerserve.engines.vllm import registration
+from ownerserve.engines.vllm import compat, registration
 from ownerserve.engines.vllm.build import ConnectorParts, scheduler_side, worker_side
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
 from ownerserve.engines.vllm.scheduler_side.stats import OwnerServeProm, OwnerServeStats
+from ownerserve.engines.vllm.weights import WorkerCall, may_change
 from ownerserve.engines.vllm.worker_commands import WorkerCommands, WorkerStepReport
 
 log = logging.getLogger("vllm.ownerserve")
@@ -61,6 +62,9 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         parts = ConnectorParts(vllm_config, kv_cache_config)
         self._parts = parts
         self._scheduler = scheduler_side(parts) if role is KVConnectorRole.SCHEDULER else None
+        self._hears_calls = self._scheduler is not None and compat.hear_worker_calls(
+            vllm_config, self._workers_called
+        )
         self._worker: Any = None
         self._saved: WorkerCommands | None = None
 
@@ -173,9 +177,20 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self._safely(self._side.reports.events, [])
 
     def reset_cache(self) -> bool:
-        """Go on under names that nothing stored bears: the weights may be others from now on."""
-        self._side.reset(self._parts.fresh_state())
+        """Go on knowing nothing of vLLM's blocks. What is stored keeps its name while the weights
+        are known to be the same; else nothing stored bears the name from now on."""
+        if not self._hears_calls:
+            self._parts.forget_weights()
+        self._side.reset(self._parts.state(self._parts.name))
         return True
+
+    def _workers_called(self, call: WorkerCall) -> None:
+        """Hear a call to vLLM's workers before it is made."""
+        if self._scheduler is not None and may_change(call):
+            what = call.method or "a function"
+            log.info("what is stored is not used from now on: weights may change by %s", what)
+            self._parts.forget_weights()
+            self._safely(self.reset_cache, instead=True)
 
     def status(self) -> dict[str, int]:
         """Return counters and what is under way, for probes and tests."""

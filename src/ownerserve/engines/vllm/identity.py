@@ -2,7 +2,8 @@
 why it has none.
 
 The same names as the hf engine's, so that equal weights with equal numerics meet in one store.
-Weights are named by what the checkpoint's files hold, never by a path.
+Weights are named by what the checkpoint's files hold, never by a path, and so is the config, with
+what flags make of it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.engines.vllm import compat
 from ownerserve.kv.payload import Payload
 from ownerserve.kv.prefix import SALT_BYTES, Identity, Numerics
+from ownerserve.node.storage.model_config import canonical, config_facts, state_facts
 from ownerserve.node.storage.weights import weight_files_digest
 
 
@@ -24,7 +27,6 @@ def identity_of(vllm_config: Any, payload: Payload, *, weights: str, cache: Path
     model = vllm_config.model_config
     config = model.hf_text_config
     rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
-    quantization = getattr(config, "quantization_config", None)
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     return Identity(
         model_id=str(config.model_type),
@@ -34,28 +36,57 @@ def identity_of(vllm_config: Any, payload: Payload, *, weights: str, cache: Path
         numerics=Numerics(
             dtype=str(model.dtype).removeprefix("torch.")
             + ("" if cache_dtype == "auto" else f"/kv:{cache_dtype}"),
-            quantization=_canonical(quantization) if quantization else "",
-            rope_scaling=_canonical(rope) if rope else "",
+            quantization=compat.quantization_of(model),
+            rope_scaling=canonical(rope) if rope else "",
         ),
         tenant_salt=bytes(SALT_BYTES),
+        config=config_of(model),
     )
 
 
+def config_of(model: Any) -> str:
+    """Return what the model's config says of its state, canonically, and what the operator changed
+    of it: as the hf engine does where nothing is changed."""
+    try:
+        folder = _folder(model, getattr(model, "hf_config_path", None) or model.model)
+        facts = config_facts(folder)
+    except (OSError, ValueError):  # no folder here: what vLLM read of it, from wherever it is
+        facts = ""
+    facts = facts or canonical(state_facts(model.hf_config.to_dict()))
+    return "\n".join(filter(None, [facts, _overrides(model), _long_rope(model)]))
+
+
+def _overrides(model: Any) -> str:
+    """Return --hf-overrides; of a function, what it made of the config."""
+    given = getattr(model, "hf_overrides", None)
+    if callable(given):
+        return "overridden: " + canonical(state_facts(model.hf_config.to_dict()))
+    return "overridden: " + canonical(given) if given else ""
+
+
+def _long_rope(model: Any) -> str:
+    """Return which factors of a LongRoPE vLLM takes: for all prompts alike, by --max-model-len."""
+    text = model.hf_text_config
+    ropes = [getattr(text, name, None) for name in ("rope_parameters", "rope_scaling")]
+    return f"positions: {model.max_model_len}" if '"longrope"' in canonical(ropes) else ""
+
+
 def weights_of(vllm_config: Any, *, cache: Path) -> str:
-    """Return a digest of the checkpoint's weight files; a fixed name where vLLM makes the weights
-    up."""
+    """Return a digest of the checkpoint's weight files; where vLLM makes the weights up, its
+    version and seed."""
+    model = vllm_config.model_config
     if str(vllm_config.load_config.load_format) == "dummy":
-        return "vllm dummy weights"
-    return weight_files_digest(_folder(vllm_config.model_config), cache=cache)
+        return f"vllm {compat.version()} dummy weights, seed {model.seed}"
+    return weight_files_digest(_folder(model, model.model), cache=cache)
 
 
-def _folder(model: Any) -> Path:
-    local = Path(model.model)
+def _folder(model: Any, name: str) -> Path:
+    local = Path(name)
     if local.is_dir():
         return local
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    return Path(snapshot_download(name, revision=model.revision, local_files_only=True))
 
 
 def tokenizer_digest(model: Any) -> str:
@@ -100,8 +131,3 @@ def why_bypassed(request: Any) -> str | None:
         "not_wanted": bool(getattr(request, "skip_reading_prefix_cache", False)),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _canonical(value: object) -> str:
-    plain = value.to_dict() if hasattr(value, "to_dict") else value
-    return msgspec.json.encode(plain, order="sorted", enc_hook=str).decode()

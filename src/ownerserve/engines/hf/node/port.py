@@ -18,6 +18,7 @@ from ownerserve.engines.hf.model.checkpoint import LoadedCheckpoint
 from ownerserve.engines.hf.model.runner import ModelRunner
 from ownerserve.kv.payload import FORMAT
 from ownerserve.kv.prefix import SALT_BYTES, Identity, Numerics
+from ownerserve.node.storage.model_config import canonical, config_facts, state_facts
 from ownerserve.node.storage.weights import weight_files_digest
 from ownerserve.plan.inputs import HF, Abilities
 
@@ -58,10 +59,11 @@ def identity_of(checkpoint: LoadedCheckpoint, runner: ModelRunner) -> Identity:
         spec_digest=runner.spec_digest(),
         numerics=Numerics(
             dtype=str(checkpoint.model.dtype).removeprefix("torch."),
-            quantization=_canonical(quantization) if quantization else "",
-            rope_scaling=_canonical(rope) if rope else "",
+            quantization=canonical(quantization) if quantization else "",
+            rope_scaling=canonical(rope) if rope else "",
         ),
         tenant_salt=bytes(SALT_BYTES),
+        config=config_facts(folder) if folder else canonical(state_facts(config.to_dict())),
     )
 
 
@@ -81,7 +83,3 @@ def tokenizer_digest(tokenizer: Any) -> str:
     vocabulary = sorted(tokenizer.get_vocab().items())
     special = sorted(map(str, tokenizer.all_special_tokens))
     return hashlib.sha256(msgspec.json.encode([vocabulary, special])).hexdigest()
-
-
-def _canonical(value: object) -> str:
-    return msgspec.json.encode(value, order="sorted", enc_hook=str).decode()

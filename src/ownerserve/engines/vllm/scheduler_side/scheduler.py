@@ -340,14 +340,16 @@ class SchedulerSide:
         self.state.saves.give_up()
 
     def reset(self, state: HostedNodeState) -> None:
-        """Go on with `state`, which knows nothing from before: its names are others."""
+        """Go on with `state`, which knows nothing from before. Under another name it finds nothing
+        either."""
         self.pending.give_up_loads()
         self._turns.clear()
         self.holds.unpin_all()
         self._soft.clear()
         state.take_over(self.state)
+        if state.names.identity != self.state.names.identity:
+            self._holding.renamed(state.names)
         self.state = state
-        self._holding.renamed(state.names)
 
     def close(self) -> None:
         """Give everything back and stop the threads, since the engine stops."""
