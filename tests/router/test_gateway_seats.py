@@ -9,8 +9,9 @@ import pytest
 
 from ownerserve.gateway import service
 from ownerserve.gateway.asking import IdentifiedRequest
+from ownerserve.gateway.turns import LostDispatch, Route
 from ownerserve.router.admission import SeatSettings
-from ownerserve.router.messages import Dispatch, Down, Refuse, WorkerDown, WorkerUp
+from ownerserve.router.messages import Down, Refuse, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
 from tests.support.gateway.world import Play, World
 
@@ -176,10 +177,12 @@ def test_a_fault_in_a_decision_ends_that_request_and_no_other(
         gateway = world.gateway
         decide = gateway.turns.decide
 
-        def broken(asked: IdentifiedRequest, *, request_id: bytes) -> Dispatch | Refuse:
+        def broken(
+            asked: IdentifiedRequest, lost: LostDispatch | None = None, *, request_id: bytes
+        ) -> Route | Refuse:
             if len(asked.fields.body) == len(OTHER) + 1:
                 raise KeyError("a fault of ours")
-            return decide(asked, request_id=request_id)
+            return decide(asked, lost, request_id=request_id)
 
         monkeypatch.setattr(gateway.turns, "decide", broken)
         first, second = await world.client(), await world.client()

@@ -21,7 +21,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import structs
@@ -31,18 +31,63 @@ from ownerserve.gateway.http.client import ClientConnection, HttpRequest
 from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.replies import Rejected, fault, pressed, refused
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
-from ownerserve.gateway.stamps import Stamp, order_lines, receipt_lines
-from ownerserve.gateway.turns import LookUp, Turns, Why
+from ownerserve.gateway.stamps import Stamp, receipt_lines
+from ownerserve.gateway.turns import Arrived, LookUp, LostDispatch, NotLetIn, Route, Why
 from ownerserve.gateway.workers.rpc import HeldPlace, Manner, is_direct_append, is_turn
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import session_id_of
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
-from ownerserve.router.admission import Ticket
+from ownerserve.router.admission import Go, Ticket
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Aborted, Broken, Dispatch, Failure, Refuse
 from ownerserve.router.requests.body import TAIL_BYTES, scan_response_id, with_text
 
 log = logging.getLogger("ownerserve.gateway")
+
+
+class TurnPort(Protocol):
+    """A turn port is all that an exchange asks of the gateway, a call for each step of a turn
+    (turns.Turns)."""
+
+    def read(self, request: HttpRequest) -> Arrived:
+        """Read who asks, and for what. Raises Rejected."""
+        ...
+
+    def enter(self, asked: IdentifiedRequest, go: Go) -> Ticket | None:
+        """Call `go` at once and return None, or queue it for a seat and return the ticket."""
+        ...
+
+    def decide(
+        self, asked: IdentifiedRequest, lost: LostDispatch | None = None, *, request_id: bytes
+    ) -> Route | Refuse:
+        """Decide where the turn runs, for the first time or after a dispatch that was lost."""
+        ...
+
+    def began(
+        self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
+    ) -> Stamp | WorkerRefusal:
+        """Take in an answer's head: return the worker's word on it, or why it refuses the turn."""
+        ...
+
+    def finished(
+        self,
+        asked: IdentifiedRequest,
+        dispatch: Dispatch,
+        stamp: Stamp,
+        tail: bytes,
+        *,
+        alias: SessionId | None,
+        started_s: float,
+    ) -> None:
+        """Close the books of a turn whose answer is whole; `tail` are its last bytes."""
+        ...
+
+    def ended(
+        self, asked: IdentifiedRequest, event: NotLetIn | Aborted | Broken | None = None
+    ) -> None:
+        """End a turn without a whole answer."""
+        ...
 
 
 class Exchange:
@@ -52,28 +97,28 @@ class Exchange:
     __slots__ = ("client", "phase", "request", "request_id", "started_s", "turns")
 
     def __init__(
-        self, turns: Turns, client: ClientConnection, request: HttpRequest, request_id: bytes
+        self, turns: TurnPort, client: ClientConnection, request: HttpRequest, request_id: bytes
     ) -> None:
         self.turns = turns
         self.client = client
         self.request = request
         self.request_id = request_id
-        self.started_s = turns.now()
+        self.started_s = 0.0
         self.phase: Phase = OVER
 
     def start(self) -> None:
         """Read the request, decide and send it; answer the client itself when there is nothing to
         send."""
         try:
-            asked = self.turns.read(self.request)
+            arrived = self.turns.read(self.request)
         except Rejected as rejected:
             self.client.answer_rejected(rejected, self.request_id)
             return
-        look_up = self.turns.find_owner(asked)
-        if look_up is None:
+        asked, self.started_s = arrived.asked, arrived.at_s
+        if arrived.look_up is None:
             self.enter(asked)
         else:
-            self.phase = Reading(self, asked, self.run(self._find(asked, look_up)))
+            self.phase = Reading(self, asked, self.run(self._find(asked, arrived.look_up)))
 
     def abort(self) -> None:
         """End the exchange, as the client hung up: the worker's connection is closed, so that the
@@ -105,15 +150,15 @@ class Exchange:
         if ticket is not None:
             self.phase = Queued(self, asked, ticket)
 
-    def follow(self, asked: IdentifiedRequest, manner: Manner, outcome: Dispatch | Refuse) -> None:
+    def follow(self, asked: IdentifiedRequest, manner: Manner, route: Route | Refuse) -> None:
         """Send the turn where it was decided, or tell the client no."""
-        if isinstance(outcome, Refuse):
-            self._refuse(asked, refused(outcome.refusal))
+        if isinstance(route, Refuse):
+            self._refuse(asked, refused(route.refusal))
             return
-        if outcome.reason is DispatchReason.RETRY_UNASKED:
+        if route.dispatch.reason is DispatchReason.RETRY_UNASKED:
             manner = Manner.UNASKED
-        attempt = Attempt(self, asked, outcome, manner)
-        if attempt.is_judged and not is_direct_append(outcome):
+        attempt = Attempt(self, asked, route, manner)
+        if attempt.is_judged and not is_direct_append(route.dispatch):
             self.phase = Connecting(attempt, None, self.run(self._reserve(attempt)))
         else:
             self.connect(attempt, None)
@@ -123,17 +168,17 @@ class Exchange:
         reason `why`."""
         asked = attempt.asked
         self.phase = Deciding(self, asked)
-        outcome = self.turns.decide_again(asked, attempt.dispatch, why, request_id=self.request_id)
-        if isinstance(outcome, Refuse) and isinstance(why, WorkerRefusal):
+        lost = LostDispatch(attempt.dispatch, why)
+        route = self.turns.decide(asked, lost, request_id=self.request_id)
+        if isinstance(route, Refuse) and isinstance(why, WorkerRefusal):
             self._refuse(asked, pressed(why.value))
         else:
-            self.follow(asked, attempt.manner, outcome)
+            self.follow(asked, attempt.manner, route)
 
     def connect(self, attempt: Attempt, place: HeldPlace | None) -> None:
         """Send the turn on a kept connection, or on a new one."""
-        dispatch = attempt.dispatch
-        pool = self.turns.pools[dispatch.worker]
-        kept = None if dispatch.reason is DispatchReason.RETRY_NEW_CONNECTION else pool.take()
+        is_anew = attempt.dispatch.reason is DispatchReason.RETRY_NEW_CONNECTION
+        kept = None if is_anew else attempt.route.pool.take()
         if kept is not None:
             self._send(attempt, place, kept)
         else:
@@ -163,7 +208,7 @@ class Exchange:
     async def _reserve(self, attempt: Attempt) -> None:
         """Ask the worker for a place before the turn is sent; a refusal leads to another
         decision."""
-        came = await self.turns.reserve(attempt.dispatch, self.request_id)
+        came = await attempt.route.reserve(self.request_id)
         if isinstance(came, Reject):
             self.decide_again(attempt, came.reason)
         else:
@@ -171,7 +216,7 @@ class Exchange:
 
     async def _open(self, attempt: Attempt, place: HeldPlace | None) -> None:
         try:
-            upstream = await self.turns.pools[attempt.dispatch.worker].connect()
+            upstream = await attempt.route.pool.connect()
         except OSError:
             give_back(place)
             self.decide_again(attempt, Failure.CONNECT)
@@ -181,18 +226,16 @@ class Exchange:
     def _send(
         self, attempt: Attempt, place: HeldPlace | None, upstream: UpstreamConnection
     ) -> None:
-        asked, dispatch = attempt.asked, attempt.dispatch
+        asked, route = attempt.asked, attempt.route
         head, body = self.request.head, self.request.body
-        line = self.turns.line_of(asked, dispatch)
+        line = route.line(asked)
         if place is not None:
             line = structs.replace(line, reservation=place.number)
-        elif attempt.is_judged and is_direct_append(dispatch):
+        elif attempt.is_judged and is_direct_append(route.dispatch):
             line = structs.replace(line, judged=True)
         if asked.said is not None and line.name is not None:
             body = with_text(body, asked.said, session_id_of(line))
-        sent = head.to_worker(
-            self.request_id, len(body), orders=self.turns.access.line + order_lines(line)
-        )
+        sent = head.to_worker(self.request_id, len(body), orders=route.head_lines(line))
         self.phase = awaiting = AwaitingHead(attempt, place, upstream)
         upstream.send(sent, body, method=head.method, sink=awaiting)
         if place is not None and self.phase is awaiting:
@@ -221,15 +264,20 @@ class Attempt(msgspec.Struct, frozen=True, eq=False):
 
     exchange: Exchange
     asked: IdentifiedRequest
-    dispatch: Dispatch
+    route: Route
     manner: Manner
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """Return what was decided."""
+        return self.route.dispatch
 
     @property
     def is_judged(self) -> bool:
         """Whether the worker's admission has a word in this: it can be asked, and by us."""
         return (
             self.manner is Manner.ASKING
-            and self.exchange.turns.places.can_ask(self.dispatch.worker)
+            and self.route.gives_places
             and is_turn(self.exchange.request.head)
         )
 
@@ -279,7 +327,7 @@ class Reading(Phase):
 
     def abort(self) -> None:
         self.task.cancel()
-        self.exchange.turns.leave(self.asked)
+        self.exchange.turns.ended(self.asked, NotLetIn())
 
 
 class Queued(Phase):
@@ -293,7 +341,7 @@ class Queued(Phase):
         self.ticket = ticket
 
     def abort(self) -> None:
-        self.exchange.turns.leave(self.asked, self.ticket)
+        self.exchange.turns.ended(self.asked, NotLetIn(self.ticket))
 
 
 class Deciding(Phase):

@@ -19,6 +19,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+import msgspec
+
 from ownerserve.directory.port import Directory
 from ownerserve.gateway.asking import Asking, IdentifiedRequest, SessionFinder
 from ownerserve.gateway.config import Config
@@ -31,6 +33,7 @@ from ownerserve.gateway.stamps import (
     PromptOutcome,
     Stamp,
     answer_of,
+    order_lines,
     read_stamp,
     refusal_of,
     turn_line_of,
@@ -83,6 +86,67 @@ LookUp: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 """Asks the directory about one session; ends with its answer, or after a moment."""
 
 
+class Arrived(msgspec.Struct, frozen=True, gc=False):
+    """An arrived request is what was read of it at `at_s`. `look_up` asks the directory whose its
+    session is; None: it knows no more of that than this gateway."""
+
+    asked: IdentifiedRequest
+    at_s: float
+    look_up: LookUp | None
+
+
+class LostDispatch(msgspec.Struct, frozen=True, gc=False):
+    """A lost dispatch is one of which nothing came, for the reason `why`."""
+
+    dispatch: Dispatch
+    why: Why
+
+
+class NotLetIn(msgspec.Struct, frozen=True, gc=False):
+    """A turn that was not let in has ended; `ticket`: it waited for a seat."""
+
+    ticket: Ticket | None = None
+
+
+class Route:
+    """A route is how a turn that was decided gets to its worker: over which connections, with which
+    lines in its head, and with a place where the worker's admission gives one."""
+
+    __slots__ = ("_turns", "dispatch")
+
+    def __init__(self, turns: Turns, dispatch: Dispatch) -> None:
+        self._turns = turns
+        self.dispatch = dispatch
+
+    @property
+    def pool(self) -> WorkerPool:
+        """Return the connections to the worker."""
+        return self._turns.pools[self.dispatch.worker]
+
+    @property
+    def gives_places(self) -> bool:
+        """Return whether the worker's admission can be asked for a place."""
+        return self._turns.places.can_ask(self.dispatch.worker)
+
+    async def reserve(self, request_id: bytes) -> HeldPlace | Reject | None:
+        """Ask the worker for a place for the turn: the place, or why not; None when nothing was
+        heard in time."""
+        turns, dispatch = self._turns, self.dispatch
+        seed = seed_of(dispatch, turns.state.sessions)
+        came = await turns.places.reserve(dispatch.worker, request_id.decode(), seed)
+        if came is None:
+            turns.observer.pressed("unasked", "no_word")
+        return came
+
+    def line(self, asked: IdentifiedRequest) -> TurnLine:
+        """Make the line that tells the worker of the turn, by what is known now."""
+        return turn_line_of(self.dispatch, asked, self._turns.session_of(self.dispatch))
+
+    def head_lines(self, line: TurnLine) -> bytes:
+        """Return the lines that the turn's head has for the worker alone: its key, and `line`."""
+        return self._turns.access.line + order_lines(line)
+
+
 class Turns:
     """This class joins what turns pass in one gateway. `directory` is the Gateway's."""
 
@@ -119,11 +183,13 @@ class Turns:
 
     # A turn, step by step
 
-    def read(self, request: HttpRequest) -> IdentifiedRequest:
+    def read(self, request: HttpRequest) -> Arrived:
         """Read who asks, and for what. Raises Rejected."""
-        return self.asking.read(request)
+        at_s = self.now()
+        asked = self.asking.read(request)
+        return Arrived(asked, at_s, self._look_up(asked))
 
-    def find_owner(self, asked: IdentifiedRequest) -> LookUp | None:
+    def _look_up(self, asked: IdentifiedRequest) -> LookUp | None:
         """Return what asks the directory, if it may know more of the session than this gateway;
         else None.
 
@@ -154,50 +220,29 @@ class Turns:
         tokens = int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN)
         return self.admission.enter(arrive.session, tokens, go, parent=parent, now_s=self.now())
 
-    def leave(self, asked: IdentifiedRequest, ticket: Ticket | None = None) -> None:
-        """Take out a turn that ends before it was let in."""
-        if ticket is not None:
-            self.admission.leave(ticket)
-        self.asking.ended(asked.identity)
-
-    def decide(self, asked: IdentifiedRequest, *, request_id: bytes) -> Dispatch | Refuse:
-        """Decide where the turn runs, and note the decision."""
-        outcome = self.state.handle(asked.arrive, self.now())
-        self.observer.decided(request_id, asked.identity, outcome)
-        return outcome
-
-    def decide_again(
-        self, asked: IdentifiedRequest, dispatch: Dispatch, why: Why, *, request_id: bytes
-    ) -> Dispatch | Refuse:
-        """Decide where the turn runs after a dispatch of which nothing came, for the reason
-        `why`."""
-        receipt = dispatch.receipt
-        event: Failed | Unpromised
-        if isinstance(why, Failure):
-            self.observer.pressed("failed", why.value)
-            event = Failed(receipt, why)
-        else:
-            self.observer.pressed("refused", why.value)
-            has_no_room = why is WorkerRefusal.NO_ROOM
-            event = Unpromised(receipt) if has_no_room else Failed(receipt, Failure.REFUSED)
+    def decide(
+        self, asked: IdentifiedRequest, lost: LostDispatch | None = None, *, request_id: bytes
+    ) -> Route | Refuse:
+        """Decide where the turn runs, for the first time or after a dispatch that was lost, and
+        note the decision."""
+        event = asked.arrive if lost is None else self._end_of(lost)
         outcome = self.state.handle(event, self.now())
         self.observer.decided(request_id, asked.identity, outcome)
-        if isinstance(outcome, Dispatch) and outcome.reason is DispatchReason.RETRY_UNASKED:
+        if isinstance(outcome, Refuse):
+            return outcome
+        if lost is not None and outcome.reason is DispatchReason.RETRY_UNASKED:
             self.observer.pressed("unasked", "all_refused")
-        return outcome
+        return Route(self, outcome)
 
-    async def reserve(self, dispatch: Dispatch, request_id: bytes) -> HeldPlace | Reject | None:
-        """Ask the worker for a place for the turn: the place, or why not; None when nothing was
-        heard in time."""
-        seed = seed_of(dispatch, self.state.sessions)
-        came = await self.places.reserve(dispatch.worker, request_id.decode(), seed)
-        if came is None:
-            self.observer.pressed("unasked", "no_word")
-        return came
-
-    def line_of(self, asked: IdentifiedRequest, dispatch: Dispatch) -> TurnLine:
-        """Make the line that tells the worker of the turn."""
-        return turn_line_of(dispatch, asked, self._session(dispatch))
+    def _end_of(self, lost: LostDispatch) -> Failed | Unpromised:
+        """Count a dispatch that was lost, and return what the state is told of it."""
+        receipt, why = lost.dispatch.receipt, lost.why
+        if isinstance(why, Failure):
+            self.observer.pressed("failed", why.value)
+            return Failed(receipt, why)
+        self.observer.pressed("refused", why.value)
+        has_no_room = why is WorkerRefusal.NO_ROOM
+        return Unpromised(receipt) if has_no_room else Failed(receipt, Failure.REFUSED)
 
     def began(
         self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
@@ -231,7 +276,7 @@ class Turns:
         now, session = self.now(), asked.arrive.session
         told = scan_usage(tail)
         usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
-        known = self._session(dispatch)
+        known = self.session_of(dispatch)
         came = what_came(stamp, usage, 0 if known is None else known.prompt_tokens)
         done = Done(dispatch.receipt, told, alias, prompt=place_of_prompt(asked.fields))
         wanted = self.state.handle(done, now)
@@ -247,8 +292,16 @@ class Turns:
             self.asking.chain.forget(session)
             self.admission.over(session, self.now())
 
-    def ended(self, asked: IdentifiedRequest, event: Aborted | Broken | None = None) -> None:
-        """End a turn that was let in, without a whole answer. `event`: its live dispatch's end."""
+    def ended(
+        self, asked: IdentifiedRequest, event: NotLetIn | Aborted | Broken | None = None
+    ) -> None:
+        """End a turn without a whole answer: one that was not let in, one whose live dispatch ends
+        with `event`, or one that has none."""
+        if isinstance(event, NotLetIn):
+            if event.ticket is not None:
+                self.admission.leave(event.ticket)
+            self.asking.ended(asked.identity)
+            return
         if isinstance(event, Broken):
             self.observer.pressed("failed", "broken")
         if event is not None:
@@ -276,7 +329,7 @@ class Turns:
             owner = self.worker_names.here(owned.unit)
             self.told(Claimed(session, owner, owned.epoch, owned.version))
 
-    def _session(self, dispatch: Dispatch) -> RoutedSession | None:
+    def session_of(self, dispatch: Dispatch) -> RoutedSession | None:
         """Return the turn's session, as the router knows it now."""
         name = dispatch.session
         return None if name is None else self.state.sessions.get(name)
