@@ -37,7 +37,7 @@ test: setup      ## all tests that need no GPU and no vLLM
 test-core: setup ## the decision layers alone: no torch, no disk, in 15 s of CPU
 	$(BIN)/python -m pytest -p tests.support.core_suite --cpu-loops 240 \
 		-m "not engine and not slow and not crash" \
-		tests/kv tests/trace tests/cache tests/plan tests/router \
+		tests/kv tests/trace tests/cache tests/plan tests/router tests/gateway \
 		tests/directory/test_rules.py tests/directory/test_contract.py
 
 VLLM_TESTS  := tests/vllm tests/engines/vllm tests/cli/test_doctor.py tests/cli/test_demo_vllm.py

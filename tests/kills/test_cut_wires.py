@@ -499,11 +499,11 @@ CUT: dict[str, Wire] = {
     "status owns_sessions": Wire(is_stated(*STATED, "owns_sessions")),
     "inventory": Wire(is_held_known, is_in_ci=True),
 }
-_EDGES = "router/test_gateway_edges.py"
+_EDGES = "gateway/test_edges.py"
 _PRICED = (
-    "router/test_worker_statements.py::test_two_unlike_workers_are_priced_by_their_own_figures"
+    "gateway/test_worker_statements.py::test_two_unlike_workers_are_priced_by_their_own_figures"
 )
-_PLACES = "router/test_gateway_places.py::test_no_more_tokens_are_lost_than_the_prompt_has"
+_PLACES = "gateway/test_places.py::test_no_more_tokens_are_lost_than_the_prompt_has"
 _PLUGIN = "engines/vllm/test_plugin.py::test_the_routes_answer_for_the_engine_core"
 CUT_BY_HAND: dict[str, str] = {
     "node ask_line": _PLUGIN,
