@@ -35,19 +35,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
-from itertools import count
 
 import zmq
-import zmq.asyncio
 
 from ownerserve.gateway.http.heads import RequestHead
 from ownerserve.kv.addresses import is_loopback, parse_endpoint
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit
-from ownerserve.kv.wire.curve import FleetKey, connect
+from ownerserve.kv.wire.curve import FleetKey
+from ownerserve.kv.wire.framed import AsyncFramedClient
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
+    MAX_FRAME_BYTES,
     Cancel,
     Cancelled,
     Commit,
@@ -73,7 +73,8 @@ log = logging.getLogger("ownerserve.gateway")
 
 REPEAT_S = 0.25
 """Unanswered for so long, a request is said again; a lost connection comes back sooner."""
-NUMBER_BYTES = 8
+READ_BYTES_MAX = 4 * MAX_FRAME_BYTES
+"""A longer frame ends the connection, as at a worker."""
 EVERYWHERE = ("0.0.0.0", "[::]")
 
 
@@ -131,7 +132,7 @@ class WorkerLines:
 
 
 class WorkerLine:
-    """A line is one connection to a worker; requests and answers meet by number."""
+    """A line is one connection to a worker, on which many requests may be in flight."""
 
     def __init__(
         self,
@@ -147,79 +148,54 @@ class WorkerLine:
         self._asked = asked
         self.holds_places = True
         """False once the worker has said that it holds none (vLLM): it is asked no more."""
-        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        connect(self._socket, address, key)
-        self._numbers = count(1)
-        self._waiting: dict[bytes, asyncio.Future[Said | None]] = {}
-        self._tasks: set[asyncio.Future[zmq.MessageTracker | None]] = set()
-        self._reader = asyncio.get_running_loop().create_task(self._read())
+        self._client = AsyncFramedClient(
+            address, key=key, read_bytes_max=READ_BYTES_MAX, unclaimed=self._late
+        )
 
     async def ask(self, request: RpcRequest, within_s: float) -> Said | None:
-        """Return the answer; None when there is none in time, or the line is closed. Whoever stops
-        waiting, also by being cancelled, calls the request off."""
-        future: asyncio.Future[Said | None] = asyncio.get_running_loop().create_future()
-        number, nonce = self._number(request), new_nonce()
-        self._waiting[number] = future
-        left_s = within_s
+        """Return the answer; None when none that can be read comes in time, or the line is closed.
+        Whoever stops waiting, also by being cancelled, calls the request off."""
+        nonce = new_nonce()
+        self._count(request)
         try:
-            while left_s > 0 and not future.done():
-                self._send(number, encode(request, nonce))
-                await asyncio.wait((future,), timeout=min(left_s, REPEAT_S))
-                left_s -= REPEAT_S
+            data = await self._client.ask(
+                encode(request, nonce), within_s=within_s, repeat_s=REPEAT_S
+            )
         except asyncio.CancelledError:
             self.tell(Cancel(nonce))  # also where the answer has come: nobody takes it
             raise
-        finally:
-            self._waiting.pop(number, None)
-        if future.done():
-            return future.result()
-        self.tell(Cancel(nonce))
-        return None
+        answer = None if data is None else self._decoded(data)
+        if answer is None and not self._client.is_closed:
+            self.tell(Cancel(nonce))
+        return answer
 
     def tell(self, request: RpcRequest | Cancel) -> None:
         """Send a request whose answer changes nothing."""
-        self._send(self._number(request), encode(request))
-
-    def _number(self, request: RpcRequest | Cancel) -> bytes:
-        """Count the request, and return its number on this line."""
-        self._asked[str(request.__struct_config__.tag)] += 1
-        return next(self._numbers).to_bytes(NUMBER_BYTES, "big")
+        self._count(request)
+        self._client.tell(encode(request))
 
     def close(self) -> None:
         """Hang up: who waits for an answer gets none, and goes on."""
-        self._reader.cancel()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_result(None)
-        for task in self._tasks:
-            task.cancel()
-        self._socket.close()
+        self._client.close()
 
-    def _send(self, number: bytes, data: bytes) -> None:
-        if self._socket.closed:
-            return
-        sent = asyncio.ensure_future(self._socket.send_multipart([number, data]))
-        self._tasks.add(sent)
-        sent.add_done_callback(self._tasks.discard)
+    def _count(self, request: RpcRequest | Cancel) -> None:
+        self._asked[str(request.__struct_config__.tag)] += 1
 
-    async def _read(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            try:
-                number, data = frames
-                answer = decode_answer(data)
-            except (ValueError, InvalidInput) as error:
-                log.warning("worker at %s: an answer that can't be read: %s", self.address, error)
-                continue
-            future = self._waiting.pop(number, None)
-            if future is not None and not future.done():
-                future.set_result(answer)
-            elif isinstance(answer, Reserved):  # too late: nobody will come
-                self._counts["late"] += 1
-                self.tell(Release(answer.reservation))
-            elif isinstance(answer, Cancelled):
-                self._counts["cancelled"] += 1
+    def _decoded(self, data: bytes) -> Said | None:
+        try:
+            return decode_answer(data)
+        except InvalidInput as error:
+            log.warning("worker at %s: an answer that can't be read: %s", self.address, error)
+            return None
+
+    def _late(self, data: bytes) -> None:
+        """Give a place back that comes when nobody waits for it any more."""
+        answer = self._decoded(data)
+        if isinstance(answer, Reserved):
+            self._counts["late"] += 1
+            self.tell(Release(answer.reservation))
+        elif isinstance(answer, Cancelled):
+            self._counts["cancelled"] += 1
 
 
 Life = tuple[Incarnation, int]

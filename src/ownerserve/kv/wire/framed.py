@@ -1,5 +1,5 @@
 """Framed requests go over ZeroMQ: here are a port that answers, the thread that serves it, and who
-asks it.
+asks it, one at a time or many at once.
 
     request   [number, data]        `number` is the client's, eight bytes, and comes back as it was:
     answer    [number, data]        a late answer is dropped by it
@@ -12,6 +12,7 @@ keys.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import time
@@ -22,10 +23,13 @@ from typing import Protocol, TypeVar
 
 import msgspec
 import zmq
+import zmq.asyncio
 
 from ownerserve.kv.addresses import KEYED, PLAIN, is_loopback
 from ownerserve.kv.errors import UNREADABLE, InvalidInput, PeerLost
 from ownerserve.kv.wire.curve import OPTION, FleetKey, Guard, connect
+
+log = logging.getLogger("ownerserve.wire")
 
 LOOPBACK = "127.0.0.1"
 NUMBER_BYTES = 8
@@ -182,3 +186,86 @@ class FramedClient:
     def close(self) -> None:
         """Close the connection."""
         self._socket.close()
+
+
+class AsyncFramedClient:
+    """An asyncio framed client asks one port, many requests in flight at once: requests and answers
+    meet by number. `unclaimed` gets the data of each answer that nobody waits for any more.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        key: FleetKey | None,
+        read_bytes_max: int,
+        unclaimed: Callable[[bytes], None],
+    ) -> None:
+        self._address = address
+        self._unclaimed = unclaimed
+        self._numbers = count()
+        self._waiting: dict[bytes, asyncio.Future[bytes | None]] = {}
+        self._sending: set[asyncio.Future[zmq.MessageTracker | None]] = set()
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, read_bytes_max)
+        connect(self._socket, address, key)
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def ask(self, data: bytes, *, within_s: float, repeat_s: float) -> bytes | None:
+        """Return the data of the answer; None when there is none in time, or the client is closed.
+        `data` may be lost, and is sent again every `repeat_s`.
+        """
+        answered: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        number = self._number()
+        self._waiting[number] = answered
+        left_s = within_s
+        try:
+            while left_s > 0 and not answered.done():
+                self._send(number, data)
+                await asyncio.wait((answered,), timeout=min(left_s, repeat_s))
+                left_s -= repeat_s
+        finally:
+            self._waiting.pop(number, None)
+        return answered.result() if answered.done() else None
+
+    def tell(self, data: bytes) -> None:
+        """Send a request whose answer nobody waits for."""
+        self._send(self._number(), data)
+
+    @property
+    def is_closed(self) -> bool:
+        """Tell whether nothing is sent any more."""
+        return bool(self._socket.closed)
+
+    def close(self) -> None:
+        """Close the connection: who waits for an answer gets none."""
+        self._reader.cancel()
+        for answered in self._waiting.values():
+            if not answered.done():
+                answered.set_result(None)
+        for sending in self._sending:
+            sending.cancel()
+        self._socket.close()
+
+    def _number(self) -> bytes:
+        return next(self._numbers).to_bytes(NUMBER_BYTES, "little")
+
+    def _send(self, number: bytes, data: bytes) -> None:
+        if self._socket.closed:
+            return
+        sending = asyncio.ensure_future(self._socket.send_multipart([number, data]))
+        self._sending.add(sending)
+        sending.add_done_callback(self._sending.discard)
+
+    async def _read(self) -> None:
+        while True:
+            number, *parts = await self._socket.recv_multipart()
+            if len(parts) != 1:
+                log.warning("%s answers %d parts, not one", self._address, len(parts))
+                continue
+            answered = self._waiting.pop(number, None)
+            if answered is not None and not answered.done():
+                answered.set_result(parts[0])
+            else:
+                self._unclaimed(parts[0])
