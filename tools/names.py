@@ -30,9 +30,7 @@ GLOSSARY = ROOT / "docs" / "glossary.md"
 OPENERS = ("Of", "It", "As", "Those", "Who", "Whose")
 _OPENER = re.compile(rf"(?:{'|'.join(OPENERS)})\b")
 
-TWICE: dict[str, str] = {
-    "Refused": "the directory's answer on the wire, and a phase of an exchange in the gateway",
-}
+TWICE: dict[str, str] = {}
 RENAMED: dict[str, str] = {
     "cache/hetero.py check": "its own method is `check` too",
 }

@@ -6,7 +6,7 @@ is given back exactly once: by whichever phase holds it when it ends.
 
     Reading ──> Queued ──> Deciding ─ Dispatch ─> Connecting ──> AwaitingHead ──> Relaying ─> over
     (whose      (a first      │  ^                    │ │            │   │            │
-     is it?)     turn)      Refuse └──── failed ──────┘ │            │   └ a refusal ─> Refused
+     is it?)     turn)      Refuse └──── failed ──────┘ │            │   └ a refusal ─> Discarding
                               v    └──── refused ───────┴────────────┘        its end ─┘ (Deciding)
                             over
 
@@ -423,7 +423,7 @@ class AwaitingHead(Sent):
             give_back(self.place)
         came = exchange.turns.began(attempt.dispatch, head, started_s=exchange.started_s)
         if isinstance(came, WorkerRefusal):
-            exchange.phase = ending = Refused(attempt, self.upstream, came)
+            exchange.phase = ending = Discarding(attempt, self.upstream, came)
             return ending
         relaying = Relaying
         if head.chunked and exchange.request.head.version == b"1.0":
@@ -500,7 +500,7 @@ class Dechunking(Relaying):
         self.attempt.exchange.client.write(self.upstream.payload())
 
 
-class Refused(Sent):
+class Discarding(Sent):
     """In this phase the worker's admission has said no: its answer is read to its end and not
     passed on.
 
