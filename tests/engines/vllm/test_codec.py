@@ -198,9 +198,9 @@ def test_the_hf_engines_slot_holds_the_same_bytes() -> None:
 
 
 def test_an_unknown_attention_is_refused_by_name() -> None:
-    spec = specs.ChunkedLocalAttentionSpec(32, 2, 8)
+    spec = specs.CrossAttentionSpec(32, 2, 8)
     config = specs.Config([specs.Group(specs.layers(0), spec)])
-    with pytest.raises(InvalidInput, match="ChunkedLocalAttentionSpec"):
+    with pytest.raises(vllm_shape.NotServed, match="CrossAttentionSpec"):
         vllm_shape.describe(config)
 
 

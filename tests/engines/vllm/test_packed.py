@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ownerserve.engines.vllm.layout.codec import PageCodec
-from ownerserve.engines.vllm.layout.shape import StateShape, describe
+from ownerserve.engines.vllm.layout.shape import NotServed, StateShape, describe
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.prefix import Identity, Numerics, PointKey
@@ -130,6 +130,75 @@ def test_a_window_longer_than_the_prefix_is_kept_from_its_begin(tmp_path: Path) 
 @pytest.mark.parametrize("hit", [64, 192])
 def test_of_a_window_only_what_the_engine_lacks_is_written(hit: int) -> None:
     packed_play.own_hits_stay_as_they_are(long_window(), 224, hit)
+
+
+def pool_of(*specs_of: Any, block_tokens: int = 0) -> Pool:
+    """A layer for each spec, in groups of their own, packed side by side."""
+    groups, held = [], {}
+    for number, spec in enumerate(specs_of):
+        name = f"model.layers.{number}.attn"
+        held[name] = 96 + 32 * number
+        groups.append(([Cached(name, held[name], held[name] + 16)], spec))
+    config = specs.packed_config(groups, blocks=192)
+    return Pool(config, specs.packed_views(config, held), block_tokens=block_tokens)
+
+
+QUANTISED = {"kv_quant_mode": SimpleNamespace(value=2)}
+
+
+def full(block: int = 32, heads: int = 2) -> Any:
+    spec = specs.FullAttentionSpec(block, heads, 8)
+    spec.__dict__.update(QUANTISED)
+    return spec
+
+
+@pytest.mark.parametrize("position", [32, 96, 128, 160, 448])
+def test_a_chunk_is_kept_from_its_begin(tmp_path: Path, position: int) -> None:
+    """Llama-4: at a multiple of the chunk nothing is needed, and before it nothing older."""
+    pool = pool_of(full(), specs.ChunkedLocalAttentionSpec(32, 2, 8, attention_chunk_size=128))
+    at = pool.shape.components["window_pages"]
+    blocks = [position // 32 - first for first in at.firsts(0, position)]
+    assert blocks == [position % 128 // 32]
+    if position % 128:
+        packed_play.comes_back_in_other_blocks(pool, tmp_path, position)
+        packed_play.one_spoilt_byte_shows(pool, position)
+
+
+@pytest.mark.parametrize("kind", ["MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "KDA"])
+def test_recurrent_state_of_any_kind_is_its_last_block(tmp_path: Path, kind: str) -> None:
+    state = specs.MambaSpec(64, ((4, 3), (2, 8, 8)), (torch.float32,) * 2, mamba_type=kind)
+    pool = pool_of(full(64), state)
+    assert pool.shape.is_recurrent
+    assert pool.shape.payload.block_tokens == 64
+    for position in (64, 320):
+        packed_play.comes_back_in_other_blocks(pool, tmp_path / str(position), position)
+        packed_play.one_spoilt_byte_shows(pool, position)
+
+
+def test_recurrent_state_that_stands_at_no_boundary_is_not_served() -> None:
+    state = specs.MambaSpec(64, ((4, 3),), (torch.float32,), mamba_cache_mode="none")
+    with pytest.raises(NotServed, match="mamba_cache_mode"):
+        pool_of(full(64), state)
+
+
+def test_windows_and_heads_of_several_sizes_are_kept_as_bytes(tmp_path: Path) -> None:
+    """A canonical section has one shape; what has several is this engine's own."""
+    pool = pool_of(
+        specs.FullAttentionSpec(32, 2, 8),
+        specs.FullAttentionSpec(32, 4, 8),
+        specs.SlidingWindowSpec(32, 2, 8, sliding_window=64),
+        specs.SlidingWindowSpec(32, 2, 8, sliding_window=200),
+    )
+    assert pool.shape.components.keys() == {"pages", "window_pages"}
+    assert pool.shape.components["window_pages"].reaches == (64, 224)
+    for position in (32, 192, 448):
+        packed_play.comes_back_in_other_blocks(pool, tmp_path / str(position), position)
+    packed_play.one_spoilt_byte_shows(pool, 192)
+
+
+def test_one_shape_of_each_kind_stays_canonical() -> None:
+    groups = [specs.dense(0), specs.sliding(1), specs.sliding(2)]
+    assert describe(specs.Config(groups)).components.keys() == {"dense", "swa"}
 
 
 def test_layers_apart_are_rows_of_their_own(tmp_path: Path) -> None:

@@ -89,6 +89,45 @@ def _gptoss() -> Any:
     )
 
 
+def _llama4() -> Any:
+    """Three layers that read their own chunk of the context, and one that reads all of it."""
+    from transformers import Llama4TextConfig
+
+    return Llama4TextConfig(
+        **_GQA,
+        num_hidden_layers=4,
+        intermediate_size=64,
+        intermediate_size_mlp=128,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=4,
+        attention_chunk_size=WINDOW_TOKENS,
+        no_rope_layers=[1, 1, 1, 0],
+    )
+
+
+def _lfm2() -> Any:
+    """Short convolutions, whose state vLLM keeps as it keeps recurrent ones."""
+    from transformers import Lfm2Config
+
+    width = 128
+    return Lfm2Config(
+        **{**_GQA, "hidden_size": width},
+        num_hidden_layers=4,
+        intermediate_size=width,
+        block_dim=width,
+        block_ff_dim=width,
+        block_multiple_of=32,
+        block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+        conv_dim=width,
+        conv_dim_out=width,
+        conv_L_cache=3,
+        conv_bias=False,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+    )
+
+
 def _qwen3next() -> Any:
     """vLLM pads an attention block to the size of a recurrent state: wide heads keep it short."""
     from transformers import Qwen3NextConfig
@@ -135,6 +174,8 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "qwen3-wide": _qwen3_wide,
     "gemma3": _gemma3,
     "mistral": _mistral,
+    "llama4": _llama4,
+    "lfm2": _lfm2,
     "gptoss": _gptoss,
     "qwen3next": _qwen3next,
     "deepseek3": _deepseek3,
@@ -148,6 +189,8 @@ ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
         "mamba_cache_mode": "align",
         "mamba_ssm_cache_dtype": "bfloat16",  # else the processor decides, and with it the block
     },
+    "llama4": {"max_model_len": 1024},  # its groups have unlike sizes, so the pool holds less
+    "lfm2": {"enable_prefix_caching": True, "mamba_cache_mode": "align"},
     # vLLM's reference MLA kernel knows this block size only.
     "deepseek3": {"block_size": 16},
 }

@@ -69,6 +69,10 @@ class Pool:
             spec = compat.group_spec(group)
             window = getattr(spec, "sliding_window", None)
             kept = max(0, tokens - window + 1) // spec.block_size if window else 0
+            if chunk := getattr(spec, "attention_chunk_size", None):
+                kept = tokens // chunk * chunk // spec.block_size
+            elif hasattr(spec, "mamba_type"):
+                kept = tokens // spec.block_size - 1
             count = tokens // spec.block_size
             tables.append([0] * kept + [next(free) for _ in range(count - kept)])
         return tables

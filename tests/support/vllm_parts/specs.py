@@ -34,6 +34,20 @@ class SlidingWindowMLASpec(SlidingWindowSpec):
 
 @dataclass
 class ChunkedLocalAttentionSpec(FullAttentionSpec):
+    attention_chunk_size: int = 64
+
+
+@dataclass
+class MambaSpec:
+    block_size: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    mamba_type: str = "MAMBA2"
+    mamba_cache_mode: str = "align"
+
+
+@dataclass
+class CrossAttentionSpec(FullAttentionSpec):
     pass
 
 

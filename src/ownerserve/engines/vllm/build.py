@@ -87,11 +87,15 @@ class ConnectorParts:
         self.config = vllm_config
         self.kv_cache_config = kv_cache_config
         self.world = int(parallel.tensor_parallel_size)
-        self.shape = shape.describe(
-            kv_cache_config,
-            block_tokens=self.settings.block_tokens,
-            packed_by=compat.packed_by(vllm_config),
-        )
+        self.not_served: str | None = None
+        try:
+            self.shape = shape.describe(
+                kv_cache_config,
+                block_tokens=self.settings.block_tokens,
+                packed_by=compat.packed_by(vllm_config),
+            )
+        except shape.NotServed as error:
+            self.not_served, self.shape = str(error), shape.nothing(kv_cache_config)
         self.layout = self.shape.layout()
         by_length = max(LEAST_RECORD_BLOCKS, RECORD_TOKENS // self.layout.block_tokens)
         self.record_blocks = self.settings.record_blocks or by_length
@@ -170,9 +174,10 @@ class ConnectorParts:
 
 def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
     """Make the scheduler's side of an engine core, with the threads that work beside it."""
-    why = identity.why_not(parts.config, is_recurrent=parts.shape.is_recurrent)
+    why = parts.not_served and "model"
+    why = why or identity.why_not(parts.config, is_recurrent=parts.shape.is_recurrent)
     if why is not None:
-        log.warning("state is neither kept nor restored: %s", why)
+        log.warning("state is neither kept nor restored: %s", parts.not_served or why)
     components = ", ".join(parts.shape.components)
     log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
     lookup = StoreLookup(parts.settings.store_of(rank=0, world=parts.world))

@@ -158,7 +158,11 @@ class PageCodec:
         short = place.component == WINDOW and (
             place.end - place.start < self._shape.payload.window_tokens - 1
         )
-        short |= any(place.end < reach for reach in at.reaches)
+        # Of pages kept as bytes: fewer blocks than a unit has, at the beginning or in a chunk.
+        short |= any(
+            len(ids) * size < reach
+            for ids, size, reach in zip(place.blocks, at.block_tokens, at.reaches, strict=False)
+        )
         return short or at.section.unit_bytes != at.section.payload_bytes
 
     def _fill_holes(self, place: BlockPlace, units: Tensor) -> None:

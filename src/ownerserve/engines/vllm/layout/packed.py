@@ -3,7 +3,8 @@
     a block of a group   | layer 0's page | layer 1's | ... | bytes of no layer |   block-outermost
     row                  | as many pages as stand side by side                  |
     pages                rows of full attention, of the blocks of B tokens
-    window_pages         rows of sliding windows, of the last blocks that one reaches back into
+    window_pages         rows of windows and chunks, of the last blocks that one reaches back into;
+                         of recurrent state its last block
 
 Scales inside a page, several tokens in one state, an indexer's keys, a compressor's states: what
 such bytes mean is between vLLM and its kernels. They are kept as they are, under a name that says
@@ -36,6 +37,8 @@ FACTS = (
     "alignment",
 )
 """What of a spec says how its page is to be read."""
+FACTS_IF_ANY = ("attention_chunk_size", "shapes", "dtypes", "mamba_type", "mamba_cache_mode")
+"""The same of specs that have them."""
 
 
 class LayerPages(msgspec.Struct, frozen=True):
@@ -109,5 +112,6 @@ def meaning(spec: Any, names: Sequence[str], *, packed_by: str) -> str:
     """Return what a group's bytes are, as an identity takes it. `packed_by` is
     compat.packed_by's."""
     facts = {name: str(getattr(spec, name, None)) for name in FACTS}
+    facts |= {name: str(value) for name in FACTS_IF_ANY if (value := getattr(spec, name, None))}
     kind = type(spec).__name__
     return msgspec.json.encode(["packed", packed_by, kind, facts, list(names)]).decode()

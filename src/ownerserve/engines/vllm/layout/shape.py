@@ -4,8 +4,9 @@ canonical payload.
     component   kv.payload's sections: dense, swa, mla, conv, recurrent; pages, window_pages
     group       vLLM's: layers that share a block table. One component may be in several of them
 
-Owns the translation. Attention whose pages have no canonical payload is kept as bytes (`packed`);
-kinds of state that can't be restored are refused by name. Torch-free: reads specs by attribute,
+Owns the translation. State whose pages have no canonical payload is kept as bytes (`packed`): other
+kinds of recurrent state, chunks, windows or heads of several sizes; kinds that can't be restored
+raise NotServed. Torch-free: reads specs by attribute,
 and of a group only what scheduler and workers both have, so that both come to the same shape.
 """
 
@@ -45,6 +46,7 @@ KIND_OF = {
     "SlidingWindowSpec": "sliding_attention",
     "MLAAttentionSpec": "mla_attention",
     "SlidingWindowMLASpec": "sliding_mla",
+    "ChunkedLocalAttentionSpec": "chunked_attention",
     "MambaSpec": "linear_attention",
 }
 SECTIONS_OF = {
@@ -58,10 +60,18 @@ PAGES_OF = {
     "mla_attention": PAGES,
     "sliding_attention": WINDOW_PAGES,
     "sliding_mla": WINDOW_PAGES,
+    "chunked_attention": WINDOW_PAGES,
+    "linear_attention": WINDOW_PAGES,
 }
 """Where the bytes of pages go that have no canonical payload."""
+NEVER_PLAIN = ("sliding_mla", "chunked_attention")
 DELTA_STATES = 2
 """A gated delta net keeps a convolution state and a recurrent one."""
+
+
+class NotServed(InvalidInput):
+    """A `NotServed` is raised for a model whose state is neither kept nor restored here; vLLM
+    serves it as if there were no connector."""
 
 
 class LayerAt(msgspec.Struct, frozen=True):
@@ -77,7 +87,8 @@ class ComponentMap(msgspec.Struct, frozen=True):
     `block_tokens` theirs.
 
     Of pages kept as bytes: `rows`, for each part of the section; `reaches`: tokens before a
-    boundary that each group's blocks are kept of.
+    boundary that each group's blocks are kept of, at most; `chunks`: a group reads back to the
+    last multiple of so many tokens, and no further (0: as far as it reaches).
     """
 
     section: PayloadSection
@@ -86,10 +97,14 @@ class ComponentMap(msgspec.Struct, frozen=True):
     layers: tuple[LayerAt, ...] = ()
     rows: tuple[tuple[PageRun, ...], ...] = ()
     reaches: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
 
     def firsts(self, start: int, end: int) -> list[int]:
         """Return, for each group, its first block with something of [start, end)."""
         starts = [max(start, end - reach) for reach in self.reaches] or [start] * len(self.groups)
+        for at, chunk in enumerate(self.chunks):
+            if chunk:
+                starts[at] = max(starts[at], end // chunk * chunk)
         return [at // size for at, size in zip(starts, self.block_tokens, strict=True)]
 
 
@@ -103,6 +118,8 @@ class StateShape(msgspec.Struct, frozen=True):
     """Tokens that a block of each KV group spans."""
     group_windows: tuple[int, ...]
     """Tokens back that each KV group is read; 0: all of them."""
+    is_recurrent: bool = False
+    """Whether some state is overwritten by the next token."""
 
     def layout(self) -> Layout:
         """Return the layout of this state as cache and node need it."""
@@ -124,16 +141,11 @@ class StateShape(msgspec.Struct, frozen=True):
         ranges = [s.unit_bytes for s in sections if s.coverage is Coverage.RANGE]
         points = [s.unit_bytes for s in sections if s.coverage is Coverage.POINT]
         return ModelState(
-            layers=len(self.payload.kinds),
+            layers=max(1, len(self.payload.kinds)),
             block_tokens=block,
             range_bytes_per_token=sum(ranges) / block,
             point_bytes=sum(points),
         )
-
-    @property
-    def is_recurrent(self) -> bool:
-        """`is_recurrent` tells whether some state is overwritten by the next token."""
-        return RECURRENT in self.components
 
     def blocks_for(self, tokens: int, *, step_tokens: int) -> int:
         """Return how many blocks so many more tokens of a request take at most, in steps of
@@ -201,15 +213,15 @@ class _Group(msgspec.Struct, frozen=True):
 
 
 def describe(kv_cache_config: Any, *, block_tokens: int = 0, packed_by: str = "") -> StateShape:
-    """Return the state of the model that vLLM's KV cache groups describe. Raises InvalidInput for a
-    model that can't be served.
+    """Return the state of the model that vLLM's KV cache groups describe. Raises NotServed for a
+    model whose state can't be kept, InvalidInput for a `block_tokens` that does not fit it.
 
     `packed_by` names whose bytes are in pages without a canonical payload (compat.packed_by).
     """
     pages = packed.pages_of(kv_cache_config)
     groups = _groups(kv_cache_config, pages)
     if not groups:
-        raise InvalidInput("model", "keeps no KV", "serve it without a KV connector")
+        raise NotServed("model", "keeps no KV", "serve it without a KV connector")
     block = _block_tokens(groups, block_tokens)
     plain = [layer for group in groups if not group.is_packed for layer in group.layers()]
     layers = sorted(plain, key=lambda layer: layer.index)
@@ -219,8 +231,6 @@ def describe(kv_cache_config: Any, *, block_tokens: int = 0, packed_by: str = ""
         own = [group for group in opaque if PAGES_OF[group.kind] == name]
         components[name] = _packed(name, own, pages, block)
     windows = {int(layer.spec.sliding_window) for layer in layers if layer.kind[:7] == "sliding"}
-    if len(windows) > 1:
-        raise InvalidInput("sliding_window", f"{sorted(windows)}", "one length is supported")
     meanings = [packed.meaning(g.spec, g.names, packed_by=packed_by) for g in opaque]
     payload = Payload(
         block_tokens=block,
@@ -232,8 +242,25 @@ def describe(kv_cache_config: Any, *, block_tokens: int = 0, packed_by: str = ""
         payload,
         components,
         group_tokens=tuple(group.block_tokens for group in groups),
-        group_windows=tuple(int(getattr(g.spec, "sliding_window", 0) or 0) for g in groups),
+        group_windows=tuple(map(_tokens_back, groups)),
+        is_recurrent=any(group.kind == "linear_attention" for group in groups),
     )
+
+
+def nothing(kv_cache_config: Any) -> StateShape:
+    """Return the shape of a model of which nothing is kept: its groups, and no component."""
+    groups = [compat.group_spec(at) for at in kv_cache_config.kv_cache_groups if at.layer_names]
+    sizes = tuple(int(getattr(spec, "block_size", LEAST_BLOCK_TOKENS)) for spec in groups)
+    block = math.lcm(*sizes) if sizes else LEAST_BLOCK_TOKENS
+    windows = tuple(int(getattr(spec, "sliding_window", 0) or 0) for spec in groups)
+    return StateShape(Payload(block, (), ()), {}, group_tokens=sizes, group_windows=windows)
+
+
+def _tokens_back(group: _Group) -> int:
+    """Return how far back a group is read; 0: all of the context."""
+    if group.kind == "chunked_attention":
+        return int(group.spec.attention_chunk_size)
+    return int(getattr(group.spec, "sliding_window", 0) or 0)
 
 
 def _canonical(layers: Sequence[_Layer], block: int) -> dict[str, ComponentMap]:
@@ -257,13 +284,16 @@ def _packed(
 ) -> ComponentMap:
     """Describe a component whose pages are kept as bytes: rows of equal shape are one part, in
     whole blocks, those of a unit or a window's last ones."""
-    reaches = []
+    reaches, chunks = [], []
     by_shape: dict[tuple[int, int], list[PageRun]] = {}
     for index, group in enumerate(groups):
         size, reach = group.block_tokens, block
         if name == WINDOW_PAGES:
-            reach = -(-(int(group.spec.sliding_window) - 1) // size) * size
+            # Of recurrent state the last block is all.
+            back = 2 if group.kind == "linear_attention" else _tokens_back(group)
+            reach = -(-(back - 1) // size) * size
             reaches.append(reach)
+            chunks.append(back if group.kind == "chunked_attention" else 0)
         for row in packed.rows_of(pages, group.names, group=index, blocks=reach // size):
             by_shape.setdefault((row.blocks, row.bytes), []).append(row)
     parts = tuple(
@@ -276,6 +306,7 @@ def _packed(
         block_tokens=tuple(group.block_tokens for group in groups),
         rows=tuple(map(tuple, by_shape.values())),
         reaches=tuple(reaches),
+        chunks=tuple(chunks),
     )
 
 
@@ -292,11 +323,28 @@ def _groups(kv_cache_config: Any, pages: dict[str, LayerPages]) -> list[_Group]:
         elif getattr(at, "host_resident", False):
             reason, kind = f"{names[0]} is in host memory (HiSparse)", None
         if kind is None:
-            raise InvalidInput("kv cache", reason, "serve this model without this connector")
+            raise NotServed("kv cache", reason, "serve this model without this connector")
+        if kind == "linear_attention" and spec.mamba_cache_mode != "align":
+            mode = f"{spec.mamba_cache_mode!r} leaves no state at a boundary"
+            raise NotServed("mamba_cache_mode", mode, "use --enable-prefix-caching (align)")
         mixed = packed.is_mixed(pages, names)
-        is_packed = kind in PAGES_OF and (mixed or not _is_plain(kind, spec))
-        found.append(_Group(index, kind, spec, names, is_packed))
-    return found
+        found.append(_Group(index, kind, spec, names, mixed or not _is_plain(kind, spec)))
+    return _alike(found)
+
+
+def _alike(groups: Sequence[_Group]) -> list[_Group]:
+    """Return the groups, those of a kind all kept as bytes where they are not of one shape: a
+    canonical section has one."""
+    forms: dict[str, set[object]] = {}
+    for group in groups:
+        if not group.is_packed:
+            shapes = [_shapes(name, group.spec, 1) for name in SECTIONS_OF[group.kind]]
+            forms.setdefault(group.kind, set()).add((*shapes, _tokens_back(group)))
+    mixed = {kind for kind, found in forms.items() if len(found) > 1}
+    return [
+        msgspec.structs.replace(group, is_packed=group.is_packed or group.kind in mixed)
+        for group in groups
+    ]
 
 
 def _block_tokens(groups: Sequence[_Group], asked: int) -> int:
@@ -316,14 +364,8 @@ def _block_tokens(groups: Sequence[_Group], asked: int) -> int:
 
 
 def _parts(name: str, layers: Sequence[_Layer], block: int) -> tuple[PayloadPart, ...]:
-    shapes = {_shapes(name, layer.spec, block) for layer in layers}
-    if len(shapes) > 1:
-        raise InvalidInput(
-            "kv cache", f"layers of {name} differ in shape or dtype", "one shape is supported"
-        )
-    return tuple(
-        PayloadPart(part, (len(layers), *shape), dtype) for part, shape, dtype in shapes.pop()
-    )
+    shapes = _shapes(name, layers[0].spec, block)
+    return tuple(PayloadPart(part, (len(layers), *shape), dtype) for part, shape, dtype in shapes)
 
 
 def _shapes(name: str, spec: Any, block: int) -> tuple[tuple[str, tuple[int, ...], str], ...]:
@@ -340,10 +382,12 @@ def _shapes(name: str, spec: Any, block: int) -> tuple[tuple[str, tuple[int, ...
 def _is_plain(kind: str, spec: Any) -> bool:
     """Return whether a page holds one row a token of plain numbers, and nothing else: no scales
     beside quantised values, several tokens in one state (DeepSeek-V4), an indexer's keys (V3.2), or
-    keys and values of two lengths."""
+    keys and values of two lengths. Of recurrent state: whether it is a gated delta net's."""
+    if kind == "linear_attention":
+        return "GDN" in _mamba_kind(spec).upper() and len(spec.shapes) == DELTA_STATES
     value_size = getattr(spec, "head_size_v", spec.head_size) or spec.head_size
     return (
-        kind != "sliding_mla"
+        kind not in NEVER_PLAIN
         and not getattr(getattr(spec, "kv_quant_mode", None), "value", 0)
         and getattr(spec, "state_content_bytes", None) is None
         and not getattr(spec, "model_version", None)
@@ -356,13 +400,6 @@ def _is_plain(kind: str, spec: Any) -> bool:
 
 
 def _delta_shapes(name: str, spec: Any) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    kind = getattr(spec.mamba_type, "name", str(spec.mamba_type))
-    if "GDN" not in kind.upper() or len(spec.shapes) != DELTA_STATES:
-        raise InvalidInput("kv cache", f"{kind} state has no canonical payload", "serve without")
-    if spec.mamba_cache_mode != "align":
-        raise InvalidInput(
-            "mamba_cache_mode", f"{spec.mamba_cache_mode!r}", "use --enable-prefix-caching (align)"
-        )
     conv, state = (tuple(int(n) for n in shape) for shape in spec.shapes)
     if name == CONV:
         shape = conv[::-1] if compat.conv_columns_first() else conv
@@ -370,6 +407,10 @@ def _delta_shapes(name: str, spec: Any) -> tuple[tuple[str, tuple[int, ...], str
     heads, first, second = state
     shape = (heads, second, first) if compat.delta_state_is_transposed() else state
     return (("state", shape, _dtype(spec.dtypes[1])),)
+
+
+def _mamba_kind(spec: Any) -> str:
+    return str(getattr(spec.mamba_type, "name", spec.mamba_type))
 
 
 def _dtype(dtype: Any) -> str:
