@@ -23,7 +23,7 @@ from ownerserve.kv.prefix import TOKEN_BYTES, Identity, Numerics, Packed, pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.restore.sources import Later
-from ownerserve.node.retention.saves import Capture, Saves
+from ownerserve.node.retention.saves import Capture, SaveLimits, Saves
 from ownerserve.node.vocabulary.events import (
     Computing,
     DeviceAsked,
@@ -128,7 +128,7 @@ class Guest:
     def __init__(
         self,
         *,
-        in_flight_bytes: int = 1 << 20,
+        limits: SaveLimits | None = None,
         exact_end: bool = False,
         layout: Layout = LAYOUT,
     ) -> None:
@@ -158,7 +158,7 @@ class Guest:
                 operations,
                 policy=TurnEnd(),
                 capture=Capture(exact_end=exact_end),
-                in_flight_bytes=in_flight_bytes,
+                limits=limits,
             ),
             settings=NodeSettings(record_blocks=CELL, attempts=1),
         )
@@ -427,7 +427,7 @@ def test_an_aborted_turn_keeps_only_what_is_computed() -> None:
 
 @pytest.mark.parametrize("limit", [64, 256, 300])
 def test_copies_that_do_not_fit_go_with_a_later_step(limit: int) -> None:
-    guest = Guest(in_flight_bytes=limit)
+    guest = Guest(limits=SaveLimits(copy_bytes=limit))
     guest.arrive(PROMPT)
     first = [e for e in guest.handle(Computing(TURN, 0, 190)) if isinstance(e, StoreCopy)]
     assert copies(first) == [("dense", 0, 64)], "one always fits"

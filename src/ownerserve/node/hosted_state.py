@@ -21,6 +21,7 @@ from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (
     Completion,
     Computing,
+    Copied,
     DeviceAsked,
     DevicePlaced,
     Effect,
@@ -98,7 +99,7 @@ class HostedNodeState:
                 return restores.asked(turn_id, now=now)
             case DevicePlaced(turn_id):
                 return self._placed(turn_id, now)
-            case RecordsFound() | NotFetched() | Filled() | Kept() | NotKept():
+            case RecordsFound() | NotFetched() | Filled() | Copied() | Kept() | NotKept():
                 self._tell_saves(event)
                 return self.operations.complete(event, now)
             case Computing():
@@ -130,8 +131,9 @@ class HostedNodeState:
     def take_over(self, other: HostedNodeState) -> None:
         """Go on counting where `other` ends, so that answers to its operations mean nothing
         here."""
+        other.saves.give_up()
         self.operations.go_on_from(other.operations)
-        self.saves.counts = other.saves.counts
+        self.saves.counts, self.saves.unsaved = other.saves.counts, other.saves.unsaved
 
     def is_waiting(self, turn_id: TurnId) -> bool:
         """Return whether the turn's restore is not decided yet."""

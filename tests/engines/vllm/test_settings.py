@@ -19,6 +19,12 @@ def test_defaults_need_a_store_only(tmp_path: Path) -> None:
     assert settings.store_of(rank=0, world=1) == tmp_path
 
 
+def test_what_waits_for_the_drive_follows_from_what_waits_for_its_copy(tmp_path: Path) -> None:
+    given = {"store": str(tmp_path), "copy_bytes": 1000}
+    assert decode(given).buffer_bytes == 4000
+    assert decode({**given, "save_buffer_bytes": 7}).buffer_bytes == 7
+
+
 def test_each_rank_has_its_shard(tmp_path: Path) -> None:
     settings = decode({"store": str(tmp_path)})
     shards = {settings.store_of(rank=rank, world=2) for rank in range(2)}
@@ -33,6 +39,7 @@ def test_each_rank_has_its_shard(tmp_path: Path) -> None:
         ({"store": "x", "restore_dedline_s": 1}, "did you mean restore_deadline_s"),
         ({"store": "x", "soft_reference": {"ttl": 1}}, "did you mean soft_reference.ttl_s"),
         ({"store": "x", "readers": 0}, "readers: 0"),
+        ({"store": "x", "save_buffer_bytes": -1}, "save_buffer_bytes: -1"),
         ({"store": "x", "host_cache_bytes": "1GB"}, "host_cache_bytes"),
         ({"store": "x", "checkpoints": "often"}, "use one of turn-end"),
         ({"store": "x", "restores": "never"}, "use one of by-cost, always"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
 import pytest
 
+from ownerserve.engines.vllm.scheduler_side.pending_commands import PendingCommands, Tally
 from ownerserve.engines.vllm.worker_commands import (
     BlockPlace,
     LoadInto,
@@ -21,6 +23,7 @@ from ownerserve.engines.vllm.worker_side.streams import HostStream
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import SpecMismatch
 from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.vocabulary.events import Kept, NotKept
 from ownerserve.store.format.model import ArtifactKind, Meta, Want
 
 pytestmark = pytest.mark.engine
@@ -49,8 +52,8 @@ class Pages:
         self.written.append(bytes(data))
 
 
-def failing(error: Exception) -> Callable[[], None]:
-    def fault() -> None:
+def failing(error: Exception) -> Callable[..., None]:
+    def fault(*_: object) -> None:
         raise error
 
     return fault
@@ -136,6 +139,58 @@ def test_a_mistake_of_ours_ends_saving_and_gives_every_block_back(
     assert (report.copied, report.not_kept) == ((4,), (4,))
     worker.load(WorkerCommands(loads=(LoadInto("r", 9, (Want(meta(1).id),), (PLACE,), WAIT_S),)))
     assert until(worker, lambda r: bool(r.loads)).loads[0].reason == ""
+
+
+def test_copies_go_on_while_the_drive_is_written(worker: WorkerSide, tmp_path: Path) -> None:
+    """Blocks are free when they are copied, however long a commit takes."""
+    entered, may_go_on = Event(), Event()
+    tiers: Any = worker._tiers  # noqa: SLF001 - a slow drive has no other door
+    commit = tiers.commit
+
+    def slow(reservations: Any) -> Any:
+        entered.set()
+        assert may_go_on.wait(WAIT_S)
+        return commit(reservations)
+
+    tiers.commit = slow
+    save(worker, 1)
+    assert entered.wait(WAIT_S)
+    save(worker, 2, 3)
+    report = until(worker, lambda r: len(r.copied) == 3)
+    assert report.kept == ()
+    may_go_on.set()
+    assert sorted(until(worker, lambda r: len(r.kept) == 3).kept) == [1, 2, 3]
+
+
+def test_a_mistake_of_ours_in_a_commit_ends_saving_and_answers_every_save_once(
+    worker: WorkerSide,
+) -> None:
+    tiers: Any = worker._tiers  # noqa: SLF001 - as above
+    tiers.commit = failing(AttributeError("a bug"))
+    save(worker, 1, 2, 3)
+    report = until(worker, lambda r: len(r.not_kept) == 3 and len(r.copied) == 3)
+    save(worker, 4)
+    report = report.joined(until(worker, lambda r: bool(r.not_kept)))
+    assert sorted(report.copied) == sorted(report.not_kept) == [1, 2, 3, 4]
+    assert report.kept == ()
+
+
+def test_a_save_counts_when_every_rank_has_answered_and_is_kept_where_all_kept_it() -> None:
+    """A rank whose store is full says another thing than its neighbour."""
+    tally = Tally(2)
+    assert list(tally.saved([1, 2], [])) == []
+    assert list(tally.saved([1], [2])) == [Kept(1), NotKept(2)]
+    assert list(tally.saved([], [3])) == []
+    assert list(tally.saved([3], [])) == [NotKept(3)]
+
+
+def test_points_are_ordered_before_ranges() -> None:
+    pending = PendingCommands()
+    point = msgspec.structs.replace(meta(2), kind=ArtifactKind.POINT, first_token=32)
+    pending.save(SaveCommand(1, meta(1), PLACE))
+    pending.save(SaveCommand(2, point, PLACE))
+    assert [save.operation_id for save in pending.take(is_idle=False).saves] == [2, 1]
+    assert pending.take(is_idle=False).saves == ()
 
 
 def test_a_mistake_of_ours_in_a_load_is_that_loads_failure(

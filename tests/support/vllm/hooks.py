@@ -369,3 +369,8 @@ def name_of(worker: Any, *, model: str, engine_args: dict[str, Any]) -> str:
 def _double_epsilon(config: Any) -> Any:
     config.rms_norm_eps = 2 * getattr(config, "rms_norm_eps", 0.0)  # vLLM tries it on a bare one
     return config
+
+
+def clock_s(worker: Any) -> float:
+    """The worker's own clock."""
+    return time.monotonic()

@@ -55,6 +55,9 @@ class ModelPool:
     def num_free_blocks(self) -> int:
         return len(self.order)
 
+    def get_num_free_blocks(self) -> int:
+        return len(self.order)
+
     def touch(self, blocks: Sequence[ModelBlock]) -> None:
         for block in blocks:
             if block.ref_cnt == 0:

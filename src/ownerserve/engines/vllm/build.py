@@ -38,7 +38,7 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.ownership.inventory import Inventory, kinds_of
 from ownerserve.node.ownership.ownership import Ownership
-from ownerserve.node.retention.saves import Capture, Saves
+from ownerserve.node.retention.saves import Capture, SaveLimits, Saves
 from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.node.storage.backing import open_backing
@@ -136,7 +136,7 @@ class ConnectorParts:
             operations,
             policy=POLICY_OF[settings.checkpoints](),
             capture=Capture(exact_end=self.shape.is_recurrent),
-            in_flight_bytes=settings.copy_bytes,
+            limits=SaveLimits(copy_bytes=settings.copy_bytes, buffer_bytes=settings.buffer_bytes),
         )
         node = NodeSettings(
             record_blocks=self.record_blocks,
@@ -333,5 +333,6 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
     )
     directory = parts.settings.store_of(rank=rank, world=parts.world)
     cache_bytes, cuda = parts.settings.host_cache_bytes, host_runtime(device)
-    backing = open_backing(directory, cache_bytes, cuda=cuda)
+    buffer_bytes = parts.settings.buffer_bytes
+    backing = open_backing(directory, cache_bytes, cuda=cuda, buffer_bytes=buffer_bytes)
     return WorkerSide(backing, codec, stream_of(device), readers=parts.settings.readers)

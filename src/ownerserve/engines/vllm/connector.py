@@ -165,12 +165,13 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return self._safely(self._side.frees_soon, instead=False)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether copies are not answered for, so that steps go on; such a step waits, it
+        """Return whether something is still to be saved, so that steps go on; such a step waits, it
         does not spin."""
         side = self._scheduler
-        return side is not None and (
-            len(side.holds) > 0 or len(side.state.saves) > 0 or side.reports.is_waiting()
-        )
+        if side is None:
+            return False
+        saves = side.state.saves
+        return len(side.holds) + len(saves) + len(saves.late) > 0 or side.reports.is_waiting()
 
     def take_events(self) -> list[Any]:
         """Return the KV events of what stands in the store, since the last call."""

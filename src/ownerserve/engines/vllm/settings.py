@@ -49,6 +49,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     block_tokens        B; 0: the least multiple of vLLM's blocks from 32 on
     checkpoints         which boundaries of a prompt get window and recurrent state
     copy_bytes          most bytes of KV that are held in the pool until they are copied
+    save_buffer_bytes   most host memory of each rank for bytes that are copied and not durable yet;
+                        0: four times copy_bytes
     readers             threads that read, verify and write back
     worker_id           what the worker calls itself, unlike any other of its fleet; empty: vLLM's
                         engine_id
@@ -68,6 +70,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     block_tokens: int = 0
     checkpoints: str = "turn-end"
     copy_bytes: int = 256 * MIB
+    save_buffer_bytes: int = 0
     readers: int = 2
     worker_id: str = ""
     directory: str = ""
@@ -85,7 +88,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         for field in ("copy_bytes", "readers"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
-        for field in ("host_cache_bytes", "block_tokens", "record_blocks", "restore_deadline_s"):
+        sizes = ("host_cache_bytes", "save_buffer_bytes", "block_tokens", "record_blocks")
+        for field in (*sizes, "restore_deadline_s"):
             if getattr(self, field) < 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more")
         for field, known in (("checkpoints", POLICIES), ("restores", RESTORES)):
@@ -93,6 +97,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise InvalidInput(
                     field, f"{getattr(self, field)!r}", f"use one of {', '.join(known)}"
                 )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """`buffer_bytes` is the host memory for what is copied and not durable, as it is set or
+        derived."""
+        return self.save_buffer_bytes or 4 * self.copy_bytes
 
     def store_of(self, *, rank: int, world: int) -> Path:
         """Return the store's directory of one tensor-parallel rank: each keeps its own shard of

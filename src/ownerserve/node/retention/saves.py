@@ -7,14 +7,21 @@
 
 An engine keeps window and recurrent state only where it needs it next, so a point is copied by the
 step that computes its last token, or pinned there (decoding: nobody knows yet which boundary will
-be the last) and copied when the turn ends. Range state is asked for in order, from the front, and
-never more than `in_flight_bytes` at once: what does not fit goes with a later step.
+be the last) and copied when the turn ends; it waits for no room. Range state is asked for in order,
+from the front, as far as there is room:
+
+    asked for ── blocks held ──> copied ── host memory ──> kept
+              `-- copy_bytes --´
+              `----------------- buffer_bytes -----------´
+
+A turn whose range state did not fit is late, also when it has ended: its engine may still have the
+blocks, and what is left is asked for as copies are answered (`resume`), until it says `lost`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -23,6 +30,7 @@ from ownerserve.kv.prefix import PrefixChain
 from ownerserve.node.vocabulary.events import (
     Completion,
     Computing,
+    Copied,
     Effect,
     Kept,
     OperationId,
@@ -35,7 +43,19 @@ from ownerserve.node.vocabulary.records import Cell, RecordNames, Tip, tip_of
 from ownerserve.plan.swa.checkpoints import CheckpointPolicy, TurnSpan
 from ownerserve.store.format.model import Meta
 
-IN_FLIGHT_BYTES = 256 << 20
+LATE_TURNS = 1024
+"""Turns that have ended and are late, at most; the one that waits for longest is given up."""
+
+
+class SaveLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """`SaveLimits` bound the bytes of copies. One copy is always let through.
+
+    copy_bytes      asked for and not copied: their blocks are held
+    buffer_bytes    asked for and not durable: they are in host memory, or about to be
+    """
+
+    copy_bytes: int = 256 << 20
+    buffer_bytes: int = 1 << 30
 
 
 class Capture(msgspec.Struct, frozen=True):
@@ -74,14 +94,213 @@ class SavingTurn(msgspec.Struct, eq=False):
     """Copies that nobody has answered."""
     tip: Tip | None = None
     end: int = 0
+    last: int = 0
+    """Blocks that are computed, as far as they were told."""
     cells: int = 0
     """Blocks whose range state was asked for, or is stored."""
+    rest: int = 0
+    """The depth of the cell that is asked for before it is full; 0: none is."""
     pinned: int = 0
+    is_over: bool = False
+    is_late: bool = False
+
+    def next_cell(self) -> Cell | None:
+        """Return the next cell of which range state is to be asked for; None: there is none now."""
+        full = self.cells + self.names.blocks
+        if full <= self.last:
+            return Cell(self.cells, full)
+        return Cell(self.cells, self.rest) if self.rest > self.cells else None
+
+    def ask(self, cell: Cell) -> None:
+        """Note that the cell is asked for, or given up."""
+        if cell.end - cell.first == self.names.blocks:
+            self.cells = cell.end
+        else:
+            self.rest = 0
+
+    def unsaved(self, cell: Cell) -> list[Unsaved]:
+        """Return the range state of the cell that the store does not have."""
+        names, digests = self.names, self.chain.digests
+        return [
+            Unsaved(names.range_meta(name, cell, digests), name, tuple(range(cell.first, cell.end)))
+            for name in names.layout.range_names
+            if names.range_id(name, cell, digests) not in self.stored
+        ]
+
+    def wanted(self) -> Cell:
+        """Return all blocks of which range state is to be asked for now; an empty cell where there
+        are none."""
+        whole = max(0, self.last - self.cells) // self.names.blocks * self.names.blocks
+        return Cell(self.cells, max(self.cells + whole, self.rest, self.cells))
+
+
+class CopyInFlight(msgspec.Struct, eq=False):
+    """A `CopyInFlight` is a copy that is not answered for, and the turns that wait for it."""
+
+    unsaved: Unsaved
+    size: int
+    turns: list[SavingTurn]
+    is_copied: bool = False
+
+
+class CopyRoom:
+    """`CopyRoom` keeps the copies that are not done, as many as `limits` let through."""
+
+    def __init__(self, names: RecordNames, limits: SaveLimits) -> None:
+        self.limits = limits
+        self.held_bytes = self.open_bytes = 0
+        self._names = names
+        self._in_flight: dict[OperationId, CopyInFlight] = {}
+        self._by_id: dict[bytes, CopyInFlight] = {}
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __iter__(self) -> Iterator[OperationId]:
+        return iter(self._in_flight)
+
+    def turns(self) -> Iterator[SavingTurn]:
+        """Yield the turns that wait for copies, each once for every copy."""
+        for copy in self._in_flight.values():
+            yield from copy.turns
+
+    def size(self, unsaved: Iterable[Unsaved]) -> int:
+        """Return the bytes of records."""
+        return sum(self._names.payload_bytes(one.component, one.slots) for one in unsaved)
+
+    def fits(self, unsaved: Iterable[Unsaved] = ()) -> bool:
+        """Return whether copies of these records may be asked for now: they are under way already,
+        or there is room. None: whether there is room at all."""
+        fresh = self.size(one for one in unsaved if one.meta.id not in self._by_id)
+        if not fresh and unsaved:
+            return True
+        size, limits, held, open_ = max(1, fresh), self.limits, self.held_bytes, self.open_bytes
+        return (not held or held + size <= limits.copy_bytes) and (
+            not open_ or open_ + size <= limits.buffer_bytes
+        )
+
+    def copies(
+        self, running: SavingTurn, unsaved: Iterable[Unsaved], begin: Callable[[], OperationId]
+    ) -> Iterator[StoreCopy]:
+        """Yield a copy of each of `unsaved` that is not under way already, as an operation that
+        `begin` makes; the turn waits for all of them."""
+        for one in unsaved:
+            running.stored.add(one.meta.id)
+            running.open += 1
+            under_way = self._by_id.get(one.meta.id)
+            if under_way is not None:
+                under_way.turns.append(running)
+                continue
+            copy, operation_id = CopyInFlight(one, self.size([one]), [running]), begin()
+            self._in_flight[operation_id] = self._by_id[one.meta.id] = copy
+            self.held_bytes += copy.size
+            self.open_bytes += copy.size
+            yield StoreCopy(operation_id, one.meta, one.component, one.slots)
+
+    def copied(self, operation_id: OperationId) -> None:
+        """Note that the copy is made: it holds no blocks any more."""
+        copy = self._in_flight.get(operation_id)
+        if copy is not None and not copy.is_copied:
+            copy.is_copied = True
+            self.held_bytes -= copy.size
+
+    def answered(self, operation_id: OperationId) -> CopyInFlight | None:
+        """Forget the copy, whose record is durable or given up, and return it; None: it is
+        unknown."""
+        self.copied(operation_id)
+        copy = self._in_flight.pop(operation_id, None)
+        if copy is not None:
+            del self._by_id[copy.unsaved.meta.id]
+            self.open_bytes -= copy.size
+        return copy
+
+    def clear(self) -> None:
+        """Forget all copies."""
+        self._in_flight.clear()
+        self._by_id.clear()
+        self.held_bytes = self.open_bytes = 0
+
+
+class LateSaves:
+    """`LateSaves` are the turns, running or ended, of which something did not fit and is still to
+    be asked for."""
+
+    def __init__(self, saves: Saves) -> None:
+        self._saves = saves
+        self._turns: dict[TurnId, SavingTurn] = {}
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __contains__(self, turn_id: TurnId) -> bool:
+        return turn_id in self._turns
+
+    def due(self) -> list[TurnId]:
+        """Return the turns to `resume` now, those that have ended first; none while there is no
+        room."""
+        if not self._turns or not self._saves.room.fits():
+            return []
+        return sorted(self._turns, key=lambda turn_id: not self._turns[turn_id].is_over)
+
+    def resume(self, turn_id: TurnId) -> list[StoreCopy]:
+        """Return the copies of a late turn's next cell; none where there is no room, or nothing
+        left. Who has not got its blocks any more says `lost`."""
+        running = self._turns.get(turn_id)
+        return [] if running is None else self._saves.next_cell(turn_id, running)
+
+    def lost(self, turn_id: TurnId) -> None:
+        """Give up what is left of a late turn that has ended, since its blocks are gone; no error
+        where nothing is."""
+        running = self._turns.pop(turn_id, None)
+        if running is not None:
+            running.is_late = False
+            self._saves.give_up_rest(running)
+
+    def cell(self, turn_id: TurnId) -> Cell | None:
+        """Return the blocks of a turn whose range state is still to be asked for; None: of a turn
+        that is not late."""
+        running = self._turns.get(turn_id)
+        return None if running is None else running.wanted()
+
+    @property
+    def bytes(self) -> int:
+        """`bytes` are those of range state that is still to be asked for, at most."""
+        names = self._saves.names
+        each = sum(names.slot_bytes(name) for name in names.layout.range_names)
+        cells = [running.wanted() for running in self._turns.values()]
+        return each * sum(cell.end - cell.first for cell in cells)
+
+    def note(self, turn_id: TurnId, running: SavingTurn) -> None:
+        """Note whether the turn is late. Too many of them: the first that has ended is given up."""
+        running.is_late = running.next_cell() is not None
+        if not running.is_late:
+            self._turns.pop(turn_id, None)
+            return
+        self._turns[turn_id] = running
+        over = [late_id for late_id, late in self._turns.items() if late.is_over]
+        if len(over) > LATE_TURNS:
+            self.lost(over[0])
+
+    def supersede(self, running: SavingTurn) -> None:
+        """Let an ended turn of the same session go that is late, where this one, whose prefix holds
+        its own, asks for the same."""
+        digests = running.chain.digests
+        for turn_id, late in [*self._turns.items()] if running.session_id is not None else ():
+            is_earlier = late.is_over and late.session_id == running.session_id
+            is_like = late.tenant == running.tenant and late.last <= running.last
+            own = late.chain.digests[late.last - 1]
+            if is_earlier and is_like and digests[late.last - 1] == own:
+                del self._turns[turn_id]
+                late.is_late, late.tip = False, None
+
+    def turns(self) -> list[SavingTurn]:
+        """Return all of them."""
+        return [*self._turns.values()]
 
 
 class Saves:
-    """`Saves` keeps all running turns and the copies that are not done, IN_FLIGHT_BYTES of them at
-    most."""
+    """`Saves` keeps all running turns; `late` those that are late, `room` the copies that are not
+    done."""
 
     def __init__(
         self,
@@ -90,20 +309,23 @@ class Saves:
         *,
         policy: CheckpointPolicy,
         capture: Capture,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        limits: SaveLimits | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
+        """`counts` are copies by what came of them, and `shed`: turns of which something was given
+        up."""
+        self.unsaved: Counter[str] = Counter()
+        """`unsaved` are the tokens and the bytes that were computed and given up."""
         self.left: list[Tip] = []
         """Tips of sessions, all of whose copies were answered for; who tells of them empties it."""
         self.names = names
+        self.room = CopyRoom(names, limits or SaveLimits())
+        self.late = LateSaves(self)
         self._operations = operations
         self._policy = policy
         self._capture = capture
-        self._limit = in_flight_bytes
         self._block = names.layout.block_tokens
         self._running: dict[TurnId, SavingTurn] = {}
-        self._in_flight: dict[OperationId, tuple[int, SavingTurn]] = {}
-        self._bytes = 0
 
     # -- events --------------------------------------------------------------------------------
 
@@ -118,6 +340,7 @@ class Saves:
     ) -> None:
         """Begin with a turn whose prompt is `chain`, `prompt` tokens long; what it computes is
         stored from now on, for `tenant`."""
+        self.late.lost(turn_id)
         span = TurnSpan(0, prompt, prompt, self._block)
         points = frozenset(self._policy.checkpoints(span))
         names = self.names.of(tenant)
@@ -152,24 +375,27 @@ class Saves:
             elif position > running.prompt:
                 running.pinned = position
                 effects.append(Pin(event.turn_id, position))
-        last = min(event.end // self._block, len(running.chain.digests))
-        effects += self._whole_cells(running, last)
+        running.last = min(event.end // self._block, len(running.chain.digests))
         if event.start < running.prompt <= event.end:
-            effects += self._rest(running, last)
+            running.rest = running.last
+        effects += self._range(event.turn_id, running)
         return effects
 
     def ended(self, event: TurnEnded) -> list[Effect]:
-        """Return the last copies of a turn that has ended; its first `event.tokens` tokens are
-        computed beyond doubt."""
+        """Return the last copies of a turn that has ended, as far as there is room; its first
+        `event.tokens` tokens are computed beyond doubt. It may be late from now on (`late`)."""
         running = self._running.pop(event.turn_id, None)
         if running is None:
             return []
-        last = min(event.tokens // self._block, len(running.chain.digests))
+        running.is_over = True
+        last = running.last = running.rest = min(
+            event.tokens // self._block, len(running.chain.digests)
+        )
         effects: list[Effect] = []
         if running.pinned and running.pinned == last * self._block:
             effects += self._point(running, running.pinned)
-        effects += self._whole_cells(running, last)
-        effects += self._rest(running, last)
+        self.late.supersede(running)
+        effects += self._range(event.turn_id, running)
         if running.session_id is not None and last:
             running.tip = tip_of(
                 running.names,
@@ -185,36 +411,35 @@ class Saves:
     def over(self, session_id: SessionId) -> None:
         """Forget the name of the session, which has ended: what its turns leave is told under no
         name."""
-        copied = [running for _, running in self._in_flight.values()]
-        for running in (*self._running.values(), *copied):
+        for running in (*self._running.values(), *self.late.turns(), *self.room.turns()):
             if running.session_id == session_id:
                 running.session_id = running.tip = None
 
     def give_up(self) -> None:
         """Forget all turns and all copies; later answers to them mean nothing."""
+        for running in self.late.turns():
+            self.give_up_rest(running)
         self._running.clear()
-        for operation_id in self._in_flight:
+        self.late = LateSaves(self)
+        for operation_id in self.room:
             self._operations.end(operation_id)
-        self._in_flight.clear()
-        self._bytes = 0
+        self.room.clear()
 
     def again(self, turn_id: TurnId) -> None:
         """Offer the turn's state from the start again: it lost its blocks and will be computed
         again from wherever it is restored."""
         running = self._running.get(turn_id)
         if running is not None:
-            running.end = running.cells = running.pinned = 0
+            running.end = running.last = running.cells = running.rest = running.pinned = 0
+            self.late.note(turn_id, running)
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
-        """Take the answer that a copy was kept, or was not; no effect follows."""
-        copied = self._in_flight.pop(event.operation_id, None)
-        if copied is not None:
-            size, running = copied
+        """Take the word that a copy is made, was kept, or was not; no effect follows."""
+        if isinstance(event, Copied):
+            self.room.copied(event.operation_id)
+        elif (copy := self.room.answered(event.operation_id)) is not None:
             self._operations.end(event.operation_id)
-            self._bytes -= size
-            self.counts["kept" if isinstance(event, Kept) else "not_kept"] += 1
-            running.open -= 1
-            self._answered(running)
+            self._told(copy, event)
         return ()
 
     def tokens(self, turn_id: TurnId) -> int | None:
@@ -226,13 +451,54 @@ class Saves:
         return turn_id in self._running
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self.room)
+
+    # -- for `late` ----------------------------------------------------------------------------
+
+    def next_cell(self, turn_id: TurnId, running: SavingTurn) -> list[StoreCopy]:
+        """Return the copies of the turn's next cell of which any are needed; none where there is no
+        room for them, or no cell is left."""
+        copies: list[StoreCopy] = []
+        while not copies and (cell := running.next_cell()) is not None:
+            unsaved = running.unsaved(cell)
+            if unsaved and not self.room.fits(unsaved):
+                break
+            running.ask(cell)
+            copies += self.room.copies(running, unsaved, self._begin)
+        self.late.note(turn_id, running)
+        self._answered(running)
+        return copies
+
+    def give_up_rest(self, running: SavingTurn) -> None:
+        """Count as given up what is left of an ended turn."""
+        self.counts["shed"] += 1
+        while (cell := running.next_cell()) is not None:
+            size = self.room.size(running.unsaved(cell))
+            self.unsaved["bytes"] += size
+            self.unsaved["tokens"] += (cell.end - cell.first) * self._block if size else 0
+            running.ask(cell)
+        self._answered(running)
 
     # -- parts ---------------------------------------------------------------------------------
 
+    def _told(self, copy: CopyInFlight, event: Completion) -> None:
+        """Tell the turns that waited for a copy what came of it."""
+        kept = isinstance(event, Kept)
+        self.counts["kept" if kept else "not_kept"] += 1
+        unsaved = copy.unsaved
+        if not kept:
+            self.unsaved["bytes"] += copy.size
+            if unsaved.component in self.names.range_names[:1]:
+                self.unsaved["tokens"] += len(unsaved.slots) * self._block
+        for running in copy.turns:
+            running.open -= 1
+            if not kept:
+                running.stored.discard(unsaved.meta.id)
+            self._answered(running)
+
     def _answered(self, running: SavingTurn) -> None:
-        """Tell what an ended turn has left, once no copy of it is open."""
-        if running.tip is not None and not running.open:
+        """Tell what an ended turn has left, once no copy of it is open or still to be asked for."""
+        if running.tip is not None and not running.open and not running.is_late:
             self.left.append(running.tip)
             running.tip = None
 
@@ -250,48 +516,23 @@ class Saves:
                     yield position
 
     def _point(self, running: SavingTurn, position: int) -> Iterator[StoreCopy]:
+        """Yield the copies of a point. They wait for no room: their blocks are gone in the next
+        step."""
         names, depth, digests = running.names, position // self._block, running.chain.digests
         running.depths.add(depth)
         for name in names.layout.point_names:
             id_ = names.point_id(name, depth, digests)
             if id_ not in running.stored:
                 meta = names.point_meta(name, depth, digests)
-                yield self._copy(running, Unsaved(meta, name, (position,)))
+                unsaved = Unsaved(meta, name, (position,))
+                yield from self.room.copies(running, [unsaved], self._begin)
 
-    def _whole_cells(self, running: SavingTurn, last: int) -> Iterator[StoreCopy]:
-        """Yield copies of the cells that are full at depth `last`, in order, as far as there is
-        room for copies."""
-        names = self.names
-        while running.cells + names.blocks <= last:
-            cell = Cell(running.cells, running.cells + names.blocks)
-            unsaved = list(self._cell(running, cell))
-            size = sum(names.payload_bytes(one.component, one.slots) for one in unsaved)
-            if self._bytes and self._bytes + size > self._limit:
-                return
-            yield from (self._copy(running, one) for one in unsaved)
-            running.cells = cell.end
+    def _range(self, turn_id: TurnId, running: SavingTurn) -> Iterator[StoreCopy]:
+        """Yield copies of the cells that are not asked for yet, in order, as far as there is room:
+        those that are full, and the one that is begun where it is asked for. The latter is written
+        again, whole, when it is full."""
+        while copies := self.next_cell(turn_id, running):
+            yield from copies
 
-    def _rest(self, running: SavingTurn, last: int) -> Iterator[StoreCopy]:
-        """Yield copies of the cell that is begun at depth `last`; it is written again, whole, when
-        it is full."""
-        if last - running.cells >= self.names.blocks:
-            self.counts["shed"] += 1
-        elif running.cells < last:
-            for one in self._cell(running, Cell(running.cells, last)):
-                yield self._copy(running, one)
-
-    def _cell(self, running: SavingTurn, cell: Cell) -> Iterator[Unsaved]:
-        names, digests = running.names, running.chain.digests
-        for name in names.layout.range_names:
-            if names.range_id(name, cell, digests) not in running.stored:
-                meta = names.range_meta(name, cell, digests)
-                yield Unsaved(meta, name, tuple(range(cell.first, cell.end)))
-
-    def _copy(self, running: SavingTurn, unsaved: Unsaved) -> StoreCopy:
-        size = self.names.payload_bytes(unsaved.component, unsaved.slots)
-        operation_id = self._operations.begin(self)
-        running.stored.add(unsaved.meta.id)
-        running.open += 1
-        self._in_flight[operation_id] = size, running
-        self._bytes += size
-        return StoreCopy(operation_id, unsaved.meta, unsaved.component, unsaved.slots)
+    def _begin(self) -> OperationId:
+        return self._operations.begin(self)

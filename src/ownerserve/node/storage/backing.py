@@ -48,6 +48,8 @@ from ownerserve.store.tiers.tiered import TieredStore
 
 log = logging.getLogger("ownerserve.node")
 
+BUFFERS_BYTES = 2 * GIB
+"""Memory of a disk tier for what it reads and is given to write, at least."""
 CLOSE_S = 10.0
 """How long the tiers have to flush and to let another writer in."""
 
@@ -236,11 +238,13 @@ def open_backing(
     write: str = DEFAULT_WRITE,
     upkeep_s: float = 0.0,
     cuda: CudaHost | None = None,
+    buffer_bytes: int = 0,
 ) -> Backing | None:
     """Open host memory of `host_bytes` (0: none) over the store at `directory` (None: none) over
     the shared medium `remote` (None: none), written as `write` says, tidied every `upkeep_s`
-    seconds (0: never). `cuda` is the runtime that page-locks the host memory. None: there is no
-    tier. `media` has the words.
+    seconds (0: never). `cuda` is the runtime that page-locks the host memory. `buffer_bytes` is
+    what writers may have reserved at once on disk: until it is durable it is in the tier's own
+    memory. None: there is no tier. `media` has the words.
 
     A medium that does not let the store be opened is one warning: the worker serves without it.
     Raises InvalidInput for what the operator can mend (another writer, another format).
@@ -253,7 +257,16 @@ def open_backing(
         pool = BufferPool(2 * (host_bytes + CHUNK), max(host_bytes, GIB // 4), memory=memory)
         tiers.append(MemoryTier(clock, split(host_bytes), landing=pool, order=by_utility))
     openers = (
-        lambda: directory and DiskTier(directory, clock, options=DiskOptions()),
+        lambda: (
+            directory
+            and DiskTier(
+                directory,
+                clock,
+                options=DiskOptions(),
+                # A reservation is padded by up to a quarter, and readers have buffers beside them.
+                landing=BufferPool(max(BUFFERS_BYTES, 2 * buffer_bytes)),
+            )
+        ),
         lambda: remote and open_remote(remote, clock),
     )
     for opener in openers:

@@ -115,6 +115,13 @@ class SessionOver(msgspec.Struct, frozen=True):
     session_id: SessionId
 
 
+class Copied(msgspec.Struct, frozen=True):
+    """Event: the bytes of a `StoreCopy` are copied; its blocks are needed no more. What came of the
+    record follows."""
+
+    operation_id: OperationId
+
+
 class Kept(msgspec.Struct, frozen=True):
     """Event: the record of a `StoreCopy` is READY in the store."""
 
@@ -167,7 +174,7 @@ class Computing(msgspec.Struct, frozen=True):
     added: Packed = b""
 
 
-Completion = RecordsFound | Fetched | NotFetched | Filled | Kept | NotKept | Located
+Completion = RecordsFound | Fetched | NotFetched | Filled | Copied | Kept | NotKept | Located
 """What came of an operation."""
 
 Event = (
@@ -182,6 +189,7 @@ Event = (
     | TurnEnded
     | TurnGone
     | SessionOver
+    | Copied
     | Kept
     | NotKept
     | Located

@@ -166,9 +166,13 @@ class Holds:
             self.release(operation_id)
 
     def is_releasing(self) -> bool:
-        """Return whether copies are about to give blocks back."""
+        """Return whether copies are about to give blocks back: blocks that nobody else refers
+        to."""
         now = time.monotonic()
-        return any(now - since_s < STUCK_S for since_s, _ in self._held.values())
+        return any(
+            now - since_s < STUCK_S and any(block.ref_cnt == 1 for block in blocks)
+            for since_s, blocks in self._held.values()
+        )
 
     def __len__(self) -> int:
         return len(self._held)

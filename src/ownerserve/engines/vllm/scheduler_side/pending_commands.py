@@ -12,6 +12,8 @@ from ownerserve.engines.vllm.worker_commands import (
     SaveCommand,
     WorkerCommands,
 )
+from ownerserve.node.vocabulary.events import Kept, NotKept
+from ownerserve.store.format.model import ArtifactKind
 
 NOTHING, NOTHING_YET = WorkerCommands(), WorkerCommands(is_idle=True)
 
@@ -23,7 +25,8 @@ class PendingCommands:
     def __init__(self) -> None:
         self.bringing: set[int] = set()
         self._loads: list[LoadInto] = []
-        self._saves: list[SaveCommand] = []
+        self._points: list[SaveCommand] = []
+        self._ranges: list[SaveCommand] = []
         self._drops: list[int] = []
         self._failures: list[str] = []
 
@@ -32,7 +35,9 @@ class PendingCommands:
         self.bringing.add(load.operation_id)
 
     def save(self, save: SaveCommand) -> None:
-        self._saves.append(save)
+        """Order a save; a point's goes before all ranges of the step."""
+        is_point = save.meta.kind is ArtifactKind.POINT
+        (self._points if is_point else self._ranges).append(save)
 
     def drop(self, operation_id: int) -> None:
         """Give up a load that nobody waits for; it still has to end."""
@@ -48,16 +53,18 @@ class PendingCommands:
 
     def take(self, *, is_idle: bool) -> WorkerCommands:
         """Return the commands since the last call."""
-        if not (self._loads or self._saves or self._drops or self._failures):
+        saves = (*self._points, *self._ranges)
+        if not (self._loads or saves or self._drops or self._failures):
             return NOTHING_YET if is_idle else NOTHING
         commands = WorkerCommands(
             loads=tuple(self._loads),
-            saves=tuple(self._saves),
+            saves=saves,
             drops=tuple(self._drops),
             failures=tuple(self._failures),
             is_idle=is_idle,
         )
-        self._loads, self._saves, self._drops, self._failures = [], [], [], []
+        self._loads, self._points, self._ranges = [], [], []
+        self._drops, self._failures = [], []
         return commands
 
 
@@ -68,6 +75,7 @@ class Tally:
         self._workers = workers
         self._said: Counter[tuple[str, int]] = Counter()
         self._failed: dict[int, LoadResult] = {}
+        self._refused: set[int] = set()
 
     def complete(self, what: str, operation_ids: Iterable[int]) -> Iterator[int]:
         """Yield those of `operation_ids` that the last of the workers has now reported."""
@@ -76,6 +84,18 @@ class Tally:
             if self._said[what, operation_id] >= self._workers:
                 del self._said[what, operation_id]
                 yield operation_id
+
+    def saved(self, kept: Iterable[int], not_kept: Iterable[int]) -> Iterator[Kept | NotKept]:
+        """Yield what came of the saves that the last of the workers has now answered: one is kept
+        when each of them kept it."""
+        refused = tuple(not_kept)
+        self._refused.update(refused)
+        for operation_id in self.complete("saved", (*kept, *refused)):
+            if operation_id in self._refused:
+                self._refused.remove(operation_id)
+                yield NotKept(operation_id)
+            else:
+                yield Kept(operation_id)
 
     def over(self, result: LoadResult) -> LoadResult | None:
         """Return the load's result once every worker has answered: a failed one when one of them

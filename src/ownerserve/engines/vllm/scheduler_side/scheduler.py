@@ -7,8 +7,8 @@ Owns which requests are turns of ours and the commands of the step being built. 
     on_new_request                Arrived -> Find
     get_num_new_matched_tokens    Asked -> Offer, nothing, or wait
     update_state_after_alloc      Placed -> Bring
-    build_connector_meta          Computing -> Copy, Pin
-    update_connector_output       Filled | NotFetched | Kept | NotKept
+    build_connector_meta          Computing -> Copy, Pin; late turns -> Copy
+    update_connector_output       Filled | NotFetched | Copied | Kept | NotKept
     request_finished_all_groups   Ended | Gone -> Copy
 """
 
@@ -28,6 +28,7 @@ from ownerserve.engines.vllm.layout.places import BlockPlaces
 from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice, Holds
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
+from ownerserve.engines.vllm.scheduler_side.late_turns import UNSAVED_LEVELS, LateTurns
 from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
 from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
@@ -52,12 +53,14 @@ from ownerserve.engines.vllm.worker_commands import (
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import execution_mode, lost_tokens
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.units import format_bytes
 from ownerserve.kv.wire.headers import is_name
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.ownership.inventory import FOUND_LESS
 from ownerserve.node.vocabulary.chains import KnownSessions, Plain
 from ownerserve.node.vocabulary.events import (
     Computing,
+    Copied,
     DeviceAsked,
     DevicePlaced,
     DropOperation,
@@ -103,11 +106,18 @@ class SchedulerParts(msgspec.Struct, frozen=True):
 
 class Counting:
     """A `Counting` adds up the counters of several owners, since the start or since they were last
-    taken."""
+    taken, and tells levels that have changed."""
 
-    def __init__(self, sources: Mapping[str, Callable[[], Mapping[str, int]]]) -> None:
-        """Make it; `sources` maps a prefix to what counts under it."""
+    def __init__(
+        self,
+        sources: Mapping[str, Callable[[], Mapping[str, int]]],
+        levels: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
+        """Make it; `sources` maps a prefix to what counts under it; `levels` are told as they
+        are."""
         self._sources = sources
+        self._levels = levels
+        self._level_told: dict[str, int] = {}
         self._told: dict[str, dict[str, int]] = {prefix: {} for prefix in sources}
         self._stirred = False
 
@@ -134,6 +144,9 @@ class Counting:
                     if number != (before := told.get(name, 0)):
                         told[name] = number
                         taken[prefix + name] = number - before
+            for name, level in self._levels().items():
+                if level != self._level_told.get(name, 0):
+                    self._level_told[name] = taken[name] = level
         return taken
 
 
@@ -151,11 +164,17 @@ class SchedulerSide:
         self.counting = Counting(
             {
                 "": lambda: self._counts,
+                "unsaved_": lambda: self.state.saves.unsaved,
                 "save_": lambda: self.state.saves.counts,
                 "soft_": lambda: parts.soft.counts,
                 "owner_": lambda: parts.sessions.counts,
-            }
+            },
+            self._unsaved_levels,
         )
+        self._late = LateTurns(
+            shape, record_blocks=state.names.blocks, step_tokens=parts.step_tokens
+        )
+        self._has_warned = False
         self._device = device
         self._places = BlockPlaces(shape)
         self._block = shape.payload.block_tokens
@@ -176,6 +195,7 @@ class SchedulerSide:
         """Use vLLM's block pool, and the manager of its block tables where it has one to give."""
         self._pool, self._manager = pool, manager
         self.holds.bind(pool)
+        self._late.bind(pool)
         self._soft.bind(pool, self._shape.group_tokens)
         self.reports.bind(pool)
 
@@ -200,6 +220,7 @@ class SchedulerSide:
         the steps; None: not known yet."""
         turn_id = TurnId(request.request_id)
         turn = self._turns.get(turn_id)
+        self._late.asks(request.request_id, request.num_tokens - hit)
         self._make_room(request.num_tokens - hit, asking=session_of(request))
         if turn is None:
             return 0, False
@@ -219,6 +240,7 @@ class SchedulerSide:
         """Take in that the request has blocks; `tokens` beyond the hit are to be brought into
         them."""
         self.counting.stir()
+        self._late.has_blocks(request.request_id)
         turn_id = TurnId(request.request_id)
         turn = self._turns.get(turn_id)
         if turn is None:
@@ -244,6 +266,7 @@ class SchedulerSide:
             self._discredit(loaded)
         scheduled = output.num_scheduled_tokens
         self._measuring.scheduled(scheduled, _now())
+        self._save_late(sum(scheduled.values()))
         for request_id, count in scheduled.items():
             turn = self._turns.get(TurnId(request_id))
             if turn is not None:
@@ -252,6 +275,7 @@ class SchedulerSide:
             self._soft.released(session)
         if scheduled:  # the next step takes about as much
             self._make_room(sum(scheduled.values()), asking=None)
+        self._late.asked()
         return self.pending.take(is_idle=not scheduled)
 
     def reported(self, report: WorkerStepReport | None) -> None:
@@ -261,13 +285,9 @@ class SchedulerSide:
             self.counting.stir()
             for operation_id in self._tally.complete("copied", report.copied):
                 self.holds.release(operation_id)
-            for operation_id in self._tally.complete("kept", report.kept):
-                self._perform(self.state.handle(Kept(operation_id), now))
-                self.reports.kept(operation_id)
-            for operation_id in self._tally.complete("not_kept", report.not_kept):
-                self.holds.release(operation_id)
-                self.reports.not_kept(operation_id)
-                self._perform(self.state.handle(NotKept(operation_id), now))
+                self._perform(self.state.handle(Copied(operation_id), now))
+            for saved in self._tally.saved(report.kept, report.not_kept):
+                self._saved(saved, now)
             for result in report.loads:
                 self._loaded(result, now)
             for lost in report.lost:
@@ -280,6 +300,7 @@ class SchedulerSide:
         """Take in that a request is over, or was given up: keep what is computed beyond doubt."""
         self.counting.stir()
         self.reports.gone(request.request_id)
+        self._late.has_blocks(request.request_id)
         if request.status.name != "FINISHED_ABORTED":
             self._measuring.stepped(_now())  # its last step may have ended the prompt
             self._turn_ended(request, tables)
@@ -304,6 +325,8 @@ class SchedulerSide:
         restored = max(turn.hit, turn.offer)
         ended = TurnEnded(turn_id, restored, request.num_prompt_tokens, known)
         self._perform(effects + self.state.handle(ended, now), turn)
+        if (cell := self.state.saves.late.cell(turn_id)) is not None:
+            self._late.ended(turn_id, turn, cell)
         self._tell_left()
         self._sessions.ended(request, tokens, turn.tenant)
         self.holds.unpin(turn_id)
@@ -317,6 +340,7 @@ class SchedulerSide:
             "turns": len(self._turns),
             "holds": len(self.holds),
             "loads": len(self.pending.bringing),
+            "late_turns": len(self.state.saves.late),
             "wished_blocks": len(self._soft),
             **self.counting.totals(),
         }
@@ -324,6 +348,7 @@ class SchedulerSide:
     def frees_soon(self) -> bool:
         """Return whether blocks are about to come back; asked when a running request finds none.
         Pinned points are given up."""
+        self._late.is_short()
         return self.holds.unpin_all() > 0 or self.holds.is_releasing()
 
     def switch_off(self) -> None:
@@ -337,6 +362,7 @@ class SchedulerSide:
         self.pending.give_up_loads()
         self._turns.clear()
         self.holds.unpin_all()
+        self._late.clear()
         self.state.saves.give_up()
 
     def reset(self, state: HostedNodeState) -> None:
@@ -346,6 +372,7 @@ class SchedulerSide:
         self._turns.clear()
         self.holds.unpin_all()
         self._soft.clear()
+        self._late.clear()
         state.take_over(self.state)
         if state.names.identity != self.state.names.identity:
             self._holding.renamed(state.names)
@@ -353,6 +380,9 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Give everything back and stop the threads, since the engine stops."""
+        self.state.saves.give_up()
+        self._warn_of_unsaved()
+        self._late.clear()
         self._soft.clear()
         self.holds.release_all()
         self._measuring.close()
@@ -371,6 +401,7 @@ class SchedulerSide:
             turn_id, SessionId(session) if session else None, tokens, tenant=turn.tenant
         )
         self._device.forget(turn_id)
+        self._late.forget(turn_id)
         self._measuring.forget(turn_id)
         turn.end = 0
         self._perform(self.state.handle(event, _now()))
@@ -447,6 +478,46 @@ class SchedulerSide:
             return b""
         return pack(turn.request.all_token_ids[known:end])
 
+    def _save_late(self, scheduled: int) -> None:
+        """Save what late turns have left, as far as there is room for copies beside a step of so
+        many tokens."""
+        saves = self.state.saves
+        if len(saves.late) or len(self._late):
+            self.counting.stir()
+            for turn, copy in self._late.copies(saves, self._turns, scheduled=scheduled):
+                self._copy(turn, copy)
+
+    def _saved(self, saved: Kept | NotKept, now: float) -> None:
+        """Take in what came of a save on all ranks."""
+        self.holds.release(saved.operation_id)
+        if isinstance(saved, Kept):
+            self.reports.kept(saved.operation_id)
+        else:
+            self.reports.not_kept(saved.operation_id)
+        self._perform(self.state.handle(saved, now))
+
+    def _warn_of_unsaved(self) -> None:
+        """Warn, once, that something was not stored."""
+        saves = self.state.saves
+        if saves.unsaved["tokens"] and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%d tokens of KV (%s) were not stored: vLLM took their blocks first, or stopped. "
+                "Raise copy_bytes (now %d: held in the pool until copied) or save_buffer_bytes "
+                "(now %d: copied, waiting for the drive), or use a faster drive. There is one "
+                'warning; ownerserve_vllm_tokens_total{kind="unsaved"} counts on',
+                saves.unsaved["tokens"],
+                format_bytes(saves.unsaved["bytes"]),
+                saves.room.limits.copy_bytes,
+                saves.room.limits.buffer_bytes,
+            )
+
+    def _unsaved_levels(self) -> dict[str, int]:
+        """Return the bytes that are computed and not durable, by where they are."""
+        room, late = self.state.saves.room, self.state.saves.late
+        bytes_by_state = (room.held_bytes, room.open_bytes - room.held_bytes, late.bytes)
+        return dict(zip(UNSAVED_LEVELS, bytes_by_state, strict=True))
+
     def _loaded(self, result: LoadResult, now: float) -> None:
         over = self._tally.over(result)
         if over is None:
@@ -514,11 +585,15 @@ class SchedulerSide:
         self.pending.load(LoadInto(request_id, bring.operation_id, bring.wants, places, until_s))
 
     def _copy(self, turn: TrackedRequest, copy: StoreCopy) -> None:
-        pinned = self.holds.pinned(TurnId(turn.request.request_id), copy.slots[0])
+        turn_id = TurnId(turn.request.request_id)
+        pinned = self.holds.pinned(turn_id, copy.slots[0])
         place = pinned.get(copy.component) or self._places.source(turn.tables, copy)
-        if not self._places.is_there(place):
+        if not self._places.is_there(place) or not self._late.holds(turn_id, place):
             self._counts["gone_first"] += 1
             self.state.handle(NotKept(copy.operation_id), _now())
+            if turn_id in self._late:
+                self.state.saves.late.lost(turn_id)
+            self._warn_of_unsaved()
             return
         self.holds.hold(copy.operation_id, (place,))
         self.reports.ordered(copy.operation_id, turn.request, copy.meta)

@@ -10,13 +10,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from ownerserve.engines.vllm.scheduler_side.late_turns import UNSAVED_LEVELS
+
 if TYPE_CHECKING:
     from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
 
 
 class OwnerServeStats(KVConnectorStats):  # type: ignore[misc]
     """`OwnerServeStats` is what was counted since the last step that asked: numbers by name, which
-    add up."""
+    add up, and levels, of which the last stands."""
 
     @classmethod
     def taken(cls, side: SchedulerSide) -> OwnerServeStats | None:
@@ -27,7 +29,8 @@ class OwnerServeStats(KVConnectorStats):  # type: ignore[misc]
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> OwnerServeStats:
-        self.data = dict(Counter(self.data) + Counter(other.data))
+        levels = {name: other.data[name] for name in UNSAVED_LEVELS if name in other.data}
+        self.data = {**Counter(self.data) + Counter(other.data), **levels}
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -38,8 +41,8 @@ class OwnerServeStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`OwnerServeProm` exports ownerserve_vllm_*: labelled counters for outcomes, bytes and
-    tokens."""
+    """`OwnerServeProm` exports ownerserve_vllm_*: labelled counters for outcomes, bytes and tokens,
+    and a gauge of what is not stored yet."""
 
     def __init__(
         self,
@@ -56,19 +59,26 @@ class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._bytes = self._counter_cls(
             name="ownerserve_vllm_bytes",
-            documentation="Bytes of KV loaded from the store and stored",
+            documentation="Bytes of KV loaded from the store, stored, and given up unsaved",
             labelnames=[*labelnames, "direction"],
         )
         self._tokens = self._counter_cls(
             name="ownerserve_vllm_tokens",
-            documentation="Prompt tokens that sessions had computed and had lost",
+            documentation="Tokens that sessions had lost, and whose KV was given up unsaved",
             labelnames=[*labelnames, "kind"],
+        )
+        self._unsaved = self._gauge_cls(
+            name="ownerserve_vllm_unsaved_bytes",
+            documentation="Bytes of KV computed and not stored yet, by where they are",
+            labelnames=[*labelnames, "state"],
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, number in transfer_stats_data.items():
-            if name.endswith("_tokens"):
+            if name in UNSAVED_LEVELS:
+                self._unsaved.labels(*labels, name.removeprefix("unsaved_")).set(number)
+            elif name.endswith("_tokens"):
                 self._tokens.labels(*labels, name.removesuffix("_tokens")).inc(number)
             elif name.endswith("_bytes"):
                 self._bytes.labels(*labels, name.removesuffix("_bytes")).inc(number)

@@ -4,7 +4,7 @@ Owns the store (this rank's shard of it) and the threads that touch it. The engi
 hands over commands and collects what is done.
 
     readers   one batch of a load after another: read, verify, write into blocks
-    saver     reserve, copy out of blocks, commit what has gathered with one sync
+    saver     copy out of blocks, make durable (saver.py)
 
 Bytes are written into blocks only after their digest was checked. A load that fails in any part
 is reported as failed when its last write is done, never before: then nobody writes there any more.
@@ -13,11 +13,10 @@ is reported as failed when its last write is done, never before: then nobody wri
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Condition, Thread
+from threading import Condition
 from typing import Any
 
 import msgspec
@@ -26,21 +25,19 @@ from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.worker_commands import (
     LoadInto,
     LoadResult,
-    SaveCommand,
     WorkerCommands,
     WorkerStepReport,
 )
+from ownerserve.engines.vllm.worker_side.saver import Saver
 from ownerserve.engines.vllm.worker_side.streams import CopyStream
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.node.storage.backing import Backing
-from ownerserve.store.format.model import AlreadyStored, MissReason, ReadHit, WriteDone
-from ownerserve.store.tiers.backend import Reservation
+from ownerserve.store.format.model import MissReason, ReadHit
 
 log = logging.getLogger("vllm.ownerserve")
 
 BATCH_BYTES = 16 << 20
 """A reader's bite: what of a load is in host memory at once, for each reader."""
-COMMIT_RECORDS = 64
 IDLE_WAIT_S = 0.001
 """How long a step that computes nothing waits for a completion, instead of spinning."""
 
@@ -74,20 +71,11 @@ class WorkerSide:
         self._stream = stream
         self._changed = Condition()
         self._loading: dict[int, Loading] = {}
-        self._uncopied: set[int] = set()
-        self._unsaved: set[int] = set()
-        self._saver_is_over = False
         self._done: list[LoadResult] = []
-        self._copied: list[int] = []
-        self._kept: list[int] = []
-        self._not_kept: list[int] = []
-        self._stored_bytes = 0
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="ownerserve-read")
-        self._saves: queue.SimpleQueue[tuple[SaveCommand, Any] | None] = queue.SimpleQueue()
-        self._saver = Thread(target=self._save_all, name="ownerserve-save", daemon=True)
-        self._saver.start()
+        self._saver = Saver(self._tiers, codec, stream, changed=self._changed)
 
     # -- the engine's thread -------------------------------------------------------------------
 
@@ -108,26 +96,16 @@ class WorkerSide:
     def save(self, commands: WorkerCommands) -> None:
         """Hand over the step's saves, whose forward is queued, so that its blocks are as they will
         be."""
-        if not commands.saves:
-            return
-        ready = self._stream.mark()
-        with self._changed:
-            operation_ids = [save.operation_id for save in commands.saves]
-            self._uncopied.update(operation_ids)
-            self._unsaved.update(operation_ids)
-            if self._saver_is_over:
-                self._give_up_saves()
-                return
-        for save in commands.saves:
-            self._saves.put((save, ready))
+        if commands.saves:
+            self._saver.order(commands.saves)
 
     def results(self, commands: WorkerCommands | None) -> tuple[set[str], set[str]]:
         """Return the requests whose load is over since the last call, and those of them whose load
         has failed. An idle step waits a moment for news."""
-        if not (self._loading or self._unsaved or self._received):
+        if not (self._loading or self._saver.is_busy or self._received):
             return set(), set()
         with self._changed:
-            busy = self._loading or self._unsaved
+            busy = self._loading or self._saver.is_busy
             if commands is not None and commands.is_idle and busy and not self._has_news():
                 self._changed.wait(IDLE_WAIT_S)
             received, self._received = self._received, set()
@@ -137,25 +115,24 @@ class WorkerSide:
     def report(self) -> WorkerStepReport:
         """Return what was done since the last report."""
         lost = self._tiers.losses.take() if self._tiers is not None else None
-        if not (lost or self._done or self._copied or self._kept or self._not_kept):
+        if not (lost or self._done or self._saver.has_news):
             return NO_REPORT
         with self._changed:
+            saved = self._saver.take()
             report = WorkerStepReport(
                 loads=tuple(self._done),
-                copied=tuple(self._copied),
-                kept=tuple(self._kept),
-                not_kept=tuple(self._not_kept),
-                stored_bytes=self._stored_bytes,
+                copied=tuple(saved.copied),
+                kept=tuple(saved.kept),
+                not_kept=tuple(saved.not_kept),
+                stored_bytes=saved.stored_bytes,
                 lost=() if lost is None else (lost,),
             )
-            self._done, self._copied, self._kept, self._not_kept = [], [], [], []
-            self._stored_bytes = 0
+            self._done = []
         return report
 
     def close(self) -> None:
         """Finish the saves under way, cancel the loads, and let another writer in."""
-        self._saves.put(None)
-        self._saver.join(timeout=30)
+        self._saver.close()
         with self._changed:
             for loading in self._loading.values():
                 loading.reason = loading.reason or MissReason.CANCELLED
@@ -164,7 +141,7 @@ class WorkerSide:
             self._backing.close()
 
     def _has_news(self) -> bool:
-        return bool(self._received or self._done or self._copied or self._kept or self._not_kept)
+        return bool(self._received or self._done or self._saver.has_news)
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -232,97 +209,6 @@ class WorkerSide:
                 ms=(time.monotonic() - loading.began_s) * 1e3,
             )
         self._done.append(result)
-
-    # -- saves ---------------------------------------------------------------------------------
-
-    def _save_all(self) -> None:
-        try:
-            self._save_until_closed()
-        except Exception:  # the root of this thread: the engine goes on, and stores nothing more
-            log.exception("OwnerServe saves nothing any more; please report this")
-            with self._changed:
-                self._saver_is_over = True
-                self._give_up_saves()
-
-    def _give_up_saves(self) -> None:
-        """Give the blocks of all saves back to the engine. The caller has the condition."""
-        self._copied += self._uncopied
-        self._not_kept += self._unsaved
-        self._uncopied.clear()
-        self._unsaved.clear()
-        self._changed.notify_all()
-
-    def _save_until_closed(self) -> None:
-        while (item := self._saves.get()) is not None:
-            filled: list[tuple[SaveCommand, Reservation]] = []
-            while True:
-                self._fill(*item, filled)
-                if len(filled) >= COMMIT_RECORDS or self._saves.empty():
-                    break
-                following = self._saves.get()
-                if following is None:
-                    self._saves.put(None)
-                    break
-                item = following
-            self._commit(filled)
-
-    def _fill(
-        self, save: SaveCommand, ready: Any, filled: list[tuple[SaveCommand, Reservation]]
-    ) -> None:
-        kept = False
-        try:
-            kept = self._reserve(save, ready, filled)
-        except (OwnerServeError, OSError, RuntimeError) as error:  # torch raises RuntimeError
-            log.warning("save of %s failed: %s", save.meta.component, error)
-        waits = bool(filled) and filled[-1][0] is save
-        with self._changed:
-            self._uncopied.discard(save.operation_id)
-            self._copied.append(save.operation_id)
-            if not waits:
-                self._unsaved.discard(save.operation_id)
-                (self._kept if kept else self._not_kept).append(save.operation_id)
-            self._changed.notify_all()
-
-    def _reserve(
-        self, save: SaveCommand, ready: Any, filled: list[tuple[SaveCommand, Reservation]]
-    ) -> bool:
-        """Copy the place into the store's own buffer; True: the record stands in the store
-        already."""
-        if self._tiers is None:
-            return False
-        reserved = self._tiers.reserve(save.meta, self._codec.size(save.place))
-        if not isinstance(reserved, Reservation):
-            return isinstance(reserved, AlreadyStored)
-        try:
-            with self._stream.after(ready):
-                self._codec.read(save.place, reserved.payload)
-        except BaseException:
-            self._tiers.abort(reserved)
-            raise
-        filled.append((save, reserved))
-        return False
-
-    def _commit(self, filled: list[tuple[SaveCommand, Reservation]]) -> None:
-        if not filled or self._tiers is None:
-            return
-        kept, not_kept, count = list[int](), list[int](), 0
-        try:
-            outcomes = self._tiers.commit([reserved for _, reserved in filled])
-            self._tiers.settle()
-        except (OwnerServeError, OSError) as error:
-            log.warning("commit of %d records failed: %s", len(filled), error)
-            not_kept = [save.operation_id for save, _ in filled]
-        else:
-            for (save, _), outcome in zip(filled, outcomes, strict=True):
-                stands = isinstance(outcome, WriteDone | AlreadyStored)
-                (kept if stands else not_kept).append(save.operation_id)
-                count += outcome.stored_bytes if isinstance(outcome, WriteDone) else 0
-        with self._changed:
-            self._unsaved.difference_update(kept, not_kept)
-            self._kept += kept
-            self._not_kept += not_kept
-            self._stored_bytes += count
-            self._changed.notify_all()
 
 
 def _batches(sizes: Sequence[int]) -> list[tuple[int, int]]:
