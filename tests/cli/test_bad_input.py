@@ -349,6 +349,7 @@ MISSING_EXTRAS = [
     ("gateway --worker http://127.0.0.1:1 --directory valkey://127.0.0.1:1", "redis", "valkey"),
     ("simulate --sessions 1 --ray auto", "ray", "ray"),
     ("demo", "httpx", "engine"),
+    ("evaluate --list", "matplotlib", "report"),
 ]
 
 
@@ -359,6 +360,13 @@ def test_a_missing_extra_is_named_with_the_mend(
     answer = shop.run(words.split(), blocked=package)
     assert not fault(answer, "", named=[package], refused=True), answer
     assert f"pip install 'ownerserve[{extra}]'" in answer["err"]
+
+
+@pytest.mark.parametrize("words", ["doctor", "simulate --help", "gateway --help", "store --help"])
+def test_only_figures_need_the_plotting_library(shop: Shop, words: str) -> None:
+    """vLLM's environment has our core, and no plotting."""
+    answer = shop.run(words.split(), blocked="matplotlib")
+    assert answer["code"] in (0, 1) and "matplotlib" not in answer["err"], answer
 
 
 def test_extras_are_those_of_the_package() -> None:

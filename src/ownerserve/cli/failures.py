@@ -24,6 +24,7 @@ EXTRAS = {
     "cryptography": "encryption",
     "httpx": "engine",
     "jinja2": "engine",
+    "matplotlib": "report",
     "mooncake": "mooncake",
     "ray": "ray",
     "redis": "valkey",

@@ -98,7 +98,13 @@ def vllm(
         findings.append(engine.events(events))
     if transfer is not None:
         findings += engine.transfer(transfer)
-    plan = serve(str(model), str(store.absolute()), config=config, events=events or "")
+    plan = serve(
+        str(model),
+        str(store.absolute()),
+        config=config,
+        events=events or "",
+        known=asked.flags,
+    )
     _finish(findings, json_target, plan=plan, launcher=_launcher(python, asked))
 
 

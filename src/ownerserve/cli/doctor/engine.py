@@ -16,6 +16,7 @@ import msgspec
 from ownerserve.engines.vllm.flags import (
     NEWEST,
     OLDEST,
+    OPTIONAL_FLAGS,
     SERVER_MODULE,
     bindable,
     binds,
@@ -32,6 +33,14 @@ def version(*names):
         try: return m.version(name)
         except m.PackageNotFoundError: pass
     return ""
+import sys
+from pathlib import Path
+# Which flags it has, by its source: it is neither imported nor started.
+vllm = u.find_spec("vllm")
+folders = [Path(at) for at in (vllm.submodule_search_locations or ())] if vllm else []
+files = [at / "engine" / "arg_utils.py" for at in folders]
+files += [file for at in folders for file in (at / "entrypoints").rglob("cli_args.py")]
+source = " ".join(file.read_text() for file in files if file.is_file())
 needs = ("blake3", "msgspec", "numpy", "xxhash", "zstandard", "zmq")
 print(json.dumps({
     "python": platform.python_version(),
@@ -43,6 +52,7 @@ print(json.dumps({
     "missing": [name for name in needs if u.find_spec(name) is None],
     "has_entry_point": "ownerserve" in m.entry_points(group="vllm.endpoint_plugins").names,
     "plugins": os.environ.get("VLLM_PLUGINS"),
+    "flags": [f for f in sys.argv[1:] if f[2:].replace("-", "_") in source],
     "hash_seed": os.environ.get("PYTHONHASHSEED"),
 }))
 """
@@ -61,6 +71,7 @@ class EnginePython(msgspec.Struct, frozen=True, kw_only=True):
     missing: list[str]
     has_entry_point: bool
     plugins: str | None
+    flags: list[str] = []
     hash_seed: str | None
 
 
@@ -69,7 +80,11 @@ def ask(python: Path) -> EnginePython:
     mend = "name the Python that vLLM is installed in"
     try:
         run = subprocess.run(
-            [python, "-c", ASK], capture_output=True, text=True, timeout=ASK_TIMEOUT_S, check=True
+            [python, "-c", ASK, *OPTIONAL_FLAGS],
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT_S,
+            check=True,
         )
         return msgspec.json.decode(run.stdout.splitlines()[-1], type=EnginePython)
     except subprocess.CalledProcessError as error:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from ownerserve.engines.vllm.settings import decode
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.units import format_bytes
 
 CONNECTOR = "OwnerServeConnector"
 MULTI = "MultiConnector"
@@ -24,6 +25,17 @@ OLDEST, NEWEST = (0, 30), (0, 32)
 EVENTS_ENDPOINT = "tcp://*:5557"
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 """What `vllm serve` runs, for builds whose `vllm` command does not start."""
+DETAILS_FLAG = "--enable-prompt-tokens-details"
+SHUTDOWN_FLAG = "--shutdown-timeout"
+RETENTION_FLAG = "--prefix-cache-retention-interval"
+OPTIONAL_FLAGS = (DETAILS_FLAG, SHUTDOWN_FLAG, RETENTION_FLAG)
+"""Flags that are printed where the installed vLLM has them."""
+SHUTDOWN_S = 60
+"""Requests under way may end and what they leave be stored, durably, before vLLM goes."""
+RETENTION_TOKENS = 1024
+"""A multiple of every block length that vLLM gives attention; of a recurrent block it need not be
+one, and vLLM refuses to start then."""
+WINDOW_LAYER = "sliding_attention"
 RECURRENT_KEYS = ("linear_num_key_heads", "mamba_d_state", "mamba_n_heads", "ssm_state_size")
 
 
@@ -39,8 +51,11 @@ class Serve(msgspec.Struct, frozen=True):
         model."""
         assigned = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         lines = [" ".join([*assigned, launcher, shlex.quote(self.arguments[0])])]
-        words = iter(self.arguments[1:])
-        lines += [f"  {option} {shlex.quote(next(words))}" for option in words]
+        for word in self.arguments[1:]:
+            if word.startswith("--"):
+                lines.append(f"  {word}")
+            else:
+                lines[-1] += f" {shlex.quote(word)}"
         return " \\\n".join(lines)
 
 
@@ -64,10 +79,15 @@ def events_config(endpoint: str) -> dict[str, Any]:
 
 
 def serve(
-    model: str, store: str, *, config: Mapping[str, Any] | None = None, events: str = ""
+    model: str,
+    store: str,
+    *,
+    config: Mapping[str, Any] | None = None,
+    events: str = "",
+    known: Collection[str] = OPTIONAL_FLAGS,
 ) -> Serve:
     """Return the flags for `model`, whose `config.json` is `config`; `events` is an endpoint to
-    bind."""
+    bind. `known` are those of OPTIONAL_FLAGS that the vLLM to be started has."""
     arguments = [model, "--kv-transfer-config", json.dumps(transfer_config(store))]
     notes = ["\"recompute\": a state that can't be read is computed; vLLM's default fails the turn"]
     if events:
@@ -78,8 +98,47 @@ def serve(
         notes.append(
             "align: recurrent state is kept at block boundaries; else there is none to restore"
         )
+    for flag, value, note in _optional(config or {}):
+        if flag in known:
+            arguments += [flag, *value]
+            notes.append(note)
     notes.append("VLLM_PLUGINS=ownerserve: /ownerserve/status, /admit, /release; optional")
     return Serve({"VLLM_PLUGINS": "ownerserve"}, tuple(arguments), tuple(notes))
+
+
+def _optional(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...], str]]:
+    """Yield the optional flags for a model: its name, its value, and why."""
+    yield DETAILS_FLAG, (), "prompt tokens details: answers say how much of a prompt was cached"
+    note = "shutdown timeout: turns under way end and are stored; give the process longer than this"
+    yield SHUTDOWN_FLAG, (str(SHUTDOWN_S),), note
+    price = checkpoint_bytes(config)
+    if price:
+        yield (
+            RETENTION_FLAG,
+            (str(RETENTION_TOKENS),),
+            "retention: a branch inside a cached prompt resumes at the last checkpoint before it;"
+            f" price: {format_bytes(price)} of vLLM's pool every {RETENTION_TOKENS:,} tokens, in"
+            " bfloat16 over all ranks",
+        )
+
+
+def checkpoint_bytes(config: Mapping[str, Any]) -> int:
+    """Return the bytes of one checkpoint of all sliding-window layers, in bfloat16; 0 for a model
+    that names none, or that has recurrent layers too."""
+    if is_recurrent(config):
+        return 0
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    kinds, window = text.get("layer_types"), text.get("sliding_window")
+    if not isinstance(kinds, list) or not isinstance(window, int) or WINDOW_LAYER not in kinds:
+        return 0
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 0
+    width = text.get("head_dim") or text.get("hidden_size", 0) // (
+        text.get("num_attention_heads") or 1
+    )
+    keys_and_values, bfloat16_bytes = 2, 2
+    row_bytes = keys_and_values * int(heads) * int(width) * bfloat16_bytes
+    return kinds.count(WINDOW_LAYER) * window * row_bytes
 
 
 def is_recurrent(config: Mapping[str, Any]) -> bool:
