@@ -53,8 +53,6 @@ OUTSIDE: dict[str, str] = {
     "ownerserve.engines.vllm.plugin.OwnerServeEndpoints": VLLM,
     "ownerserve.kv.clock.ManualClock": "the clock of tests",
     "ownerserve.kv.wire.rpc.Admit": "who asks POST /ownerserve/admit of vLLM's server reads it",
-    "ownerserve.plan.gaps.expected_cost_ms": ORACLE,
-    "ownerserve.plan.inputs.check_query": ORACLE,
     "ownerserve.cache.policies.block_lru.BlockLru": ORACLE,
     "ownerserve.sim.oracle.belady.bound": ORACLE,
     "ownerserve.sim.oracle.infinite.infinite": ORACLE,
@@ -62,15 +60,11 @@ OUTSIDE: dict[str, str] = {
     "ownerserve.sim.engine.pace_fit.read_steps": FITTING,
 }
 
-OWNING = "W8: nodes own, publish and release"
 ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
 DEAD: dict[str, str] = {
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
-    "ownerserve.router.messages.Migrated": "W15: owners move",
     "ownerserve.router.messages.Noted": ACKNOWLEDGED,
-    "ownerserve.store.tiers.mooncake.MooncakeBlobs": "W14: a worker's remote tier",
-    "ownerserve.store.tiers.tiered.spill": "W14: a worker's remote tier",
 }
 
 STATED = "a gateway's /status shows the whole of what a worker states, for people"

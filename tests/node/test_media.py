@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -44,10 +48,70 @@ def test_other_words_are_refused_before_anything_is_opened(text: str, tmp_path: 
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("where", ["s3://", "s3:///prefix", "http://host/bucket", "gs://bucket"])
+@pytest.mark.parametrize(
+    "where",
+    ["s3://", "s3:///prefix", "http://host/bucket", "gs://bucket", "mooncake://", "mooncake://a/b"],
+)
 def test_what_names_no_shared_medium_is_refused(where: str) -> None:
     with pytest.raises(InvalidInput, match="remote"):
         open_remote(where, ManualClock(0.0))
+
+
+class Joined:
+    """A client of Mooncake Store that notes how it was set up."""
+
+    set_up: tuple[object, ...] = ()
+    status = 0
+
+    def setup(self, *given: object) -> int:
+        Joined.set_up = given
+        return Joined.status
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Mooncake's package, with its own reading of its settings and `Joined` as its store."""
+
+    def load_from_env() -> SimpleNamespace:
+        if "MOONCAKE_MASTER" not in os.environ:
+            raise ValueError("neither is set")
+        return SimpleNamespace(
+            local_hostname="here", metadata_server="P2PHANDSHAKE", global_segment_size=0,
+            local_buffer_size=MIB, protocol="tcp", device_name="",
+            master_server_address=os.environ["MOONCAKE_MASTER"],
+        )  # fmt: skip
+
+    config = SimpleNamespace(MooncakeConfig=SimpleNamespace(load_from_env=load_from_env))
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.mooncake_config", config)
+    store = SimpleNamespace(MooncakeDistributedStore=Joined)
+    monkeypatch.setitem(sys.modules, "mooncake.store", store)
+    monkeypatch.delenv("MOONCAKE_MASTER", raising=False)
+    monkeypatch.setattr(Joined, "status", 0)
+    yield monkeypatch
+
+
+def test_a_mooncake_store_is_joined_as_its_own_settings_say(
+    package: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(InvalidInput, match="MOONCAKE_MASTER"):
+        open_remote("mooncake://kv", ManualClock(0.0))
+    package.setenv("MOONCAKE_MASTER", "10.0.0.5:50051")
+    open_remote("mooncake://kv", ManualClock(0.0))
+    assert Joined.set_up == ("here", "P2PHANDSHAKE", 0, MIB, "tcp", "", "10.0.0.5:50051")
+    package.setattr(Joined, "status", -900)
+    backing = open_backing(tmp_path / "store", 0, remote="mooncake://kv")
+    assert backing is not None and [tier.name for tier in backing.tiers.tiers] == ["disk"]
+    assert [record.message for record in caplog.records if "without it" in record.message]
+    backing.close()
+
+
+def test_without_its_package_a_mooncake_store_names_what_to_install(
+    package: pytest.MonkeyPatch,
+) -> None:
+    package.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(InvalidInput, match=r"ownerserve\[mooncake\]"):
+        open_remote("mooncake://kv", ManualClock(0.0))
 
 
 def test_a_shared_directory_that_cannot_be_made_is_one_warning(

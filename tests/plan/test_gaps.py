@@ -17,12 +17,28 @@ from ownerserve.plan.gaps import (
     GapCosts,
     GapStats,
     can_prefetch,
-    expected_cost_ms,
     plan_gap,
     prefetch_after_s,
 )
 
 TOOL = Gap(log(20.0), 1.0)
+
+
+def expected_cost_ms(
+    gap: Gap, costs: GapCosts, *, spill_after_s: float | None, prefetch_after_s: float | None
+) -> float:
+    """The expected cost of any two instants (None: not at all), as plan/gaps.py's docstring has
+    it."""
+    hold, load_s = costs.hold_ms_per_s, costs.load_ms / 1e3
+    if spill_after_s is None:
+        return hold * gap.mean_until(costs.ttl_s)
+    held = hold * gap.mean_until(spill_after_s)
+    cost = held + (costs.spill_ms + costs.load_ms) * (1.0 - gap.cdf(spill_after_s))
+    if prefetch_after_s is None:
+        return cost
+    until = gap.mean_until(prefetch_after_s)
+    again = hold * (gap.mean_until(prefetch_after_s + costs.ttl_s) - until)
+    return cost + again - 1e3 * (gap.mean_until(prefetch_after_s + load_s) - until)
 
 
 def drawn_cost(gap: Gap, costs: GapCosts, *, spill: float, fetch: float | None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ownerserve.kv.messages import Tier
-from ownerserve.plan.inputs import Piece, Point, RangeSpan, RestoreQuery, check_query
+from ownerserve.plan.inputs import Piece, Point, RangeSpan
 from ownerserve.plan.residency import PointRow, RangeRow, points_of, spans_of
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
@@ -62,8 +62,6 @@ def test_points_say_what_to_load_and_what_nobody_has() -> None:
     )
 
 
-def test_what_comes_out_is_a_valid_query() -> None:
-    spans = spans_of([RangeRow("dense", 0, 256, HOST, 256)], ("dense",))
+def test_without_components_a_point_needs_nothing() -> None:
     points = points_of([], (), positions=[256, 128])
     assert points == (Point(256), Point(128))
-    check_query(RestoreQuery(tokens=300, spans=spans, points=points))

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.cost.model import CostModel
@@ -20,7 +19,6 @@ from ownerserve.plan.inputs import (
     Point,
     RangeSpan,
     RestoreQuery,
-    check_query,
 )
 from ownerserve.plan.outcome import Basis, Why
 from ownerserve.plan.restore import Planner
@@ -30,7 +28,6 @@ MISSING = ("swa", "csa_overlap")
 
 
 def actions(planner: Planner, query: RestoreQuery, costs: CostModel) -> list[str]:
-    check_query(query)
     return [str(step.action) for step in planner.plan(query, costs.prices()).chosen.steps]
 
 
@@ -290,17 +287,3 @@ def test_a_tier_without_a_price_is_not_offered(world: SimpleNamespace, costs: Co
     planner = Planner(world.dense, world.full)
     whys = {item.why for item in planner.explain(query, costs.prices()).not_offered}
     assert whys == {Why.RANGE_STATE_MISSING, Why.NO_MEDIUM}
-
-
-@pytest.mark.parametrize(
-    ("query", "field"),
-    [
-        (RestoreQuery(tokens=0), "tokens"),
-        (RestoreQuery(tokens=9, spans=(RangeSpan(1, 2),)), "spans"),
-        (RestoreQuery(tokens=9, points=(Point(1), Point(2))), "points"),
-    ],
-)
-def test_a_malformed_query_names_its_field(query: RestoreQuery, field: str) -> None:
-    with pytest.raises(InvalidInput) as raised:
-        check_query(query)
-    assert raised.value.field == field

@@ -13,7 +13,6 @@ from ownerserve.router.messages import (
     Done,
     Down,
     Gone,
-    Migrated,
     Refusal,
     Refuse,
     Reported,
@@ -152,15 +151,6 @@ def test_the_directorys_word_binds_unless_it_is_older(state: RouterState) -> Non
     state.handle(Claimed(SessionId("s"), unit(owner), early), 4.0)
     state.check()
     assert dispatched(state, "s", 5.0, prompt_bytes=4 * 50_500).worker == other
-
-
-def test_after_a_migration_the_target_is_owner_and_holder(state: RouterState) -> None:
-    owner = served(state, "s", 1.0, tokens=50_000).worker
-    other = min({"w0", "w1", "w2"} - {owner})
-    state.handle(Migrated(SessionId("s"), unit(other), 50_000), 3.0)
-    state.check()
-    turn = dispatched(state, "s", 4.0, prompt_bytes=4 * 50_500)
-    assert (turn.worker, turn.decision.cached_tokens) == (other, 50_000)
 
 
 def test_models_and_adapters_have_candidates_of_their_own() -> None:

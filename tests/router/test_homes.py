@@ -29,7 +29,6 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Gone,
-    Migrated,
     Refuse,
     Reported,
     SessionEnd,
@@ -70,8 +69,6 @@ AFTER_A_DISPATCH: tuple[Row, ...] = (
     ("then answered", lambda r: [Claimed(S, unit("w2"), epoch(9)), FirstByte(r)], "w1", "w1"),
     ("an earlier claim", lambda r: [Claimed(S, unit("w2"), epoch(4))], "w1", "w0"),
     ("a claim of a former life", lambda r: [Claimed(S, unit("w2", 0), epoch(9))], "w1", "w0"),
-    ("migrated", lambda r: [Migrated(S, unit("w2"), 1000)], "w1", "w2"),
-    ("migrated, then aborted", lambda r: [Migrated(S, unit("w2"), 9), Aborted(r)], "w2", "w2"),
     ("target down", lambda r: [WorkerDown(w1, Down.UNHEALTHY)], "w0", "w0"),
     ("owner down", lambda r: [WorkerDown(WorkerId("w0"), Down.UNHEALTHY)], "w1", None),
     ("target anew", lambda r: [WorkerUp(w1, 0, Incarnation(2))], "w0", "w0"),
@@ -364,12 +361,6 @@ class AnyOrder(RuleBasedStateMachine):
         if before is None or told > before or (told == before and is_lost):
             facts.owner = Held(worker, self.lives[worker])
         self.epoch += max(by, 0)
-
-    @rule(session=st.sampled_from([S, FORK]), worker=st.sampled_from(NAMES))
-    def migrate(self, session: SessionId, worker: str) -> None:
-        self.fleet.tell(Migrated(session, unit(worker, self.lives[worker]), 500))
-        if session in self.facts:
-            self.facts[session].owner = Held(worker, self.lives[worker])
 
     @rule(worker=st.sampled_from(NAMES), is_new=st.booleans())
     def up(self, worker: str, is_new: bool) -> None:

@@ -32,7 +32,7 @@ from ownerserve.store.tiers.mooncake import MooncakeBlobs
 from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack, WriteThrough
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from ownerserve.store.tiers.remote import RemoteTier, record_key
-from ownerserve.store.tiers.tiered import TieredStore, spill
+from ownerserve.store.tiers.tiered import TieredStore
 from tests.support.store.samples import bytes_held
 
 LIMITS = TierLimits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
@@ -323,17 +323,12 @@ def test_spilled_session_survives_the_process(clock, samples, tmp_path):
 
     def store() -> TieredStore:
         disk = DiskTier(tmp_path / "disk", clock, options=options)
-        return TieredStore([MemoryTier(clock, LIMITS), disk])
+        return TieredStore([MemoryTier(clock, LIMITS), disk], Placement(write=WriteBack(1)))
 
     first = store()
     put(first, samples.meta(1), samples.payload(1))
     put(first, samples.meta(2, ArtifactKind.POINT), samples.payload(2))
-    assert all(
-        isinstance(outcome, WriteDone)
-        for outcome in spill(
-            first, [samples.meta(1).id, samples.meta(2, ArtifactKind.POINT).id]
-        ).values()
-    )
+    assert first.settle() == 2
     first.close()
     again = store()
     assert samples.read(again, 1, 2) == [samples.payload(1), samples.payload(2)]
@@ -344,17 +339,16 @@ def test_what_is_cheap_to_make_again_is_not_written_down(clock, samples, tmp_pat
     options = DiskOptions(limits=LIMITS, segment_bytes=MIB)
     memory = MemoryTier(clock, LIMITS)
     disk = DiskTier(tmp_path / "disk", clock, options=options)
-    store = TieredStore([memory, disk], Placement(range_ms_per_mib=100, point_ms_per_mib=1000))
+    worth = Placement(write=WriteBack(1), range_ms_per_mib=100, point_ms_per_mib=1000)
+    store = TieredStore([memory, disk], worth)
     ids = []
     for number, kind in enumerate((ArtifactKind.RANGE, ArtifactKind.RANGE, ArtifactKind.POINT)):
         put(store, samples.meta(number, kind), samples.payload(number, 500_000))
         ids.append(samples.meta(number, kind).id)
     store.price({ids[0]: 10.0, ids[1]: 80.0, ids[2]: 80.0})
-    outcomes = spill(store, ids)
-    assert outcomes[ids[0]] == WriteRefused(RefusalReason.LOW_UTILITY, ids[0])
-    assert isinstance(outcomes[ids[1]], WriteDone)
-    assert outcomes[ids[2]] == WriteRefused(RefusalReason.LOW_UTILITY, ids[2])
+    assert store.settle() == 1
     assert samples.read(disk, 1) == [samples.payload(1, 500_000)]
+    assert disk.find(ids).keys() == {ids[1]}
     store.close()
 
 
@@ -373,9 +367,10 @@ def test_disk_gives_up_what_is_cheapest_to_make_again(clock, samples, tmp_path):
 def test_bad_copy_on_top_is_covered_by_the_one_below(clock, samples, tmp_path):
     options = DiskOptions(limits=LIMITS, segment_bytes=MIB)
     memory = MemoryTier(clock, LIMITS)
-    store = TieredStore([memory, DiskTier(tmp_path / "disk", clock, options=options)])
+    disk = DiskTier(tmp_path / "disk", clock, options=options)
+    store = TieredStore([memory, disk], Placement(write=WriteBack(1)))
     put(store, samples.meta(1), samples.payload(1))
-    spill(store, [samples.meta(1).id])
+    assert store.settle() == 1
     bytes_held(memory, samples.meta(1).id)[500] ^= 1
     assert samples.read(store, 1) == [samples.payload(1)]
     assert store.counters["hit_disk"] == 1

@@ -90,8 +90,9 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--remote",
-    metavar="DIR|s3://BUCKET/PREFIX",
-    help="Medium below these that many workers share: what one has kept, another restores.",
+    metavar="DIR|s3://BUCKET/PREFIX|mooncake://NAMESPACE",
+    help="Medium below these that many workers share: what one has kept, another restores."
+    " Mooncake's own settings (MOONCAKE_MASTER, MOONCAKE_CONFIG_PATH) say which store it is.",
 )
 @click.option(
     "--write",

@@ -206,38 +206,12 @@ def prefetch_after_s(gap: Gap, costs: GapCosts, shares: Sequence[float]) -> floa
     return best_s if best_ms < 0.0 else None
 
 
-def expected_cost_ms(
-    gap: Gap, costs: GapCosts, *, spill_after_s: float | None, prefetch_after_s: float | None
-) -> float:
-    """Return the expected cost of any two instants (None: not at all), as the module's docstring
-    has it.
-    """
-    if spill_after_s is None:
-        return costs.hold_ms_per_s * gap.mean_until(costs.ttl_s)
-    fetched = 0.0 if prefetch_after_s is None else _prefetch_ms(gap, costs, prefetch_after_s)
-    return _spill_ms(gap, costs, spill_after_s) + fetched
-
-
-def _spill_ms(gap: Gap, costs: GapCosts, t_s: float) -> float:
-    """Return the cost of a state held until t, then spilled and loaded on demand."""
-    held = costs.hold_ms_per_s * gap.mean_until(t_s)
-    return held + (costs.spill_ms + costs.load_ms) * (1.0 - gap.cdf(t_s))
-
-
-def _prefetch_ms(gap: Gap, costs: GapCosts, t_s: float) -> float:
-    """Return what fetching at t adds: memory held again, less the load that is no longer waited
-    for.
-    """
-    load_s = costs.load_ms / 1e3
-    until = gap.mean_until(t_s)
-    held = costs.hold_ms_per_s * (gap.mean_until(t_s + costs.ttl_s) - until)
-    return held - 1e3 * (gap.mean_until(t_s + load_s) - until)
-
-
 def _fetches_ms(
     gap: Gap, costs: GapCosts, instants: list[float], *, until: list[float]
 ) -> list[float]:
-    """Return `_prefetch_ms` at each of `instants`, whose means are `until`."""
+    """Return what fetching at each of `instants`, whose means are `until`, adds: memory held again,
+    less the load that is no longer waited for.
+    """
     hold, load_s, ttl_s = costs.hold_ms_per_s, costs.load_ms / 1e3, costs.ttl_s
     _, landed = gap.seen_from([t + load_s for t in instants])
     _, gone = gap.seen_from([t + ttl_s for t in instants])

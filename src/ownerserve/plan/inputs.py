@@ -171,19 +171,3 @@ class RestoreQuery(msgspec.Struct, frozen=True, kw_only=True):
     backlog: Backlog = Backlog()
     hbm_ms_per_gib: float = 0.0
     allowed: Exactness = Exactness.EXACT
-
-
-def check_query(query: RestoreQuery) -> None:
-    """Raise InvalidInput when spans or points are out of order (planning itself trusts them)."""
-    if query.tokens < 1:
-        raise InvalidInput("tokens", f"{query.tokens}", "ask for 1 or more")
-    edge = 0
-    for span in query.spans:
-        if span.start != edge or span.end <= span.start:
-            raise InvalidInput(
-                "spans", f"[{span.start}, {span.end}) after {edge}", "list them without gaps from 0"
-            )
-        edge = span.end
-    deepest_first = [point.position for point in query.points]
-    if deepest_first != sorted(set(deepest_first), reverse=True):
-        raise InvalidInput("points", "not deepest first", "sort by position, descending, once each")

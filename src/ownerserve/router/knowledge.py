@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import Epoch, Term, Tier
+from ownerserve.kv.messages import Epoch, Term
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import (
@@ -26,7 +26,6 @@ from ownerserve.router.messages import (
     AskRelease,
     Claimed,
     Gone,
-    Migrated,
     Noted,
     ReleaseEnd,
     ReleaseEnded,
@@ -40,8 +39,8 @@ NO_TERM = Term(0, 0)
 
 
 class Knowledge:
-    """The knowledge applies Reported, Gone, Claimed and Migrated to sessions and prefixes, and
-    forks sessions."""
+    """The knowledge applies Reported, Gone and Claimed to sessions and prefixes, and forks
+    sessions."""
 
     def __init__(self, fleet: Fleet, sessions: SessionTable) -> None:
         self._fleet = fleet
@@ -131,22 +130,6 @@ class Knowledge:
         if epoch.term != self._term:
             self._term = epoch.term
         return Epoch(self._term, epoch.counter)
-
-    def migrated(self, event: Migrated, now_s: float) -> Noted:
-        """Note that the session's state and ownership are at the target, and that the source has
-        released its own."""
-        session = self._sessions.get(self._sessions.resolve(event.session))
-        worker = self._fleet.find(event.target)
-        if session is None or worker is None:
-            return NOTED
-        source = session.live_owner
-        if session.prefix is not None:
-            if source is not None:
-                session.prefix.drop(source, Tier.DEVICE)
-            session.prefix.hold(worker, Tier.DEVICE, event.tokens)
-        session.moved_at_s = now_s
-        self._sessions.claim(session, worker)
-        return NOTED
 
     def _stands_on(self, event: Reported, now_s: float) -> Prefix | None:
         """Return the prefix that the event's session stands on, under the event's hash from now on;

@@ -236,15 +236,6 @@ class Aborted(msgspec.Struct, frozen=True, gc=False):
     receipt: Receipt
 
 
-class Migrated(msgspec.Struct, frozen=True, gc=False):
-    """This event says that a migration is complete: verified at `target`, owner switched, released
-    at the source."""
-
-    session: SessionId
-    target: RoutingUnit
-    tokens: int
-
-
 class SessionEnd(msgspec.Struct, frozen=True, gc=False):
     """This event says that the session is over and to be forgotten."""
 
@@ -252,7 +243,7 @@ class SessionEnd(msgspec.Struct, frozen=True, gc=False):
 
 
 Settling = (
-    WorkerUp | WorkerDown | Drain | Stamped | Reported | Gone | Claimed | Migrated
+    WorkerUp | WorkerDown | Drain | Stamped | Reported | Gone | Claimed
     | FirstByte | Broken | Aborted | SessionEnd | ReleaseEnded
 )  # fmt: skip
 Event = Arrive | Failed | Unpromised | Done | Settling

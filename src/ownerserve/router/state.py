@@ -5,7 +5,7 @@ randomness.
 |---|---|---|
 | WorkerUp, WorkerDown | candidates change; a new life unbinds what the old one held | Noted |
 | Stamped | the worker's word on its load replaces what was known | Noted |
-| Reported, Gone, Claimed, Migrated | the dated copy of extents and owners follows | Noted |
+| Reported, Gone, Claimed | the dated copy of extents and owners follows | Noted |
 | Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
 | FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
 | Broken, Aborted | the rest comes off | Noted |
@@ -62,7 +62,6 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Gone,
-    Migrated,
     Noted,
     Outcome,
     Refusal,
@@ -221,7 +220,6 @@ class RouterState:
             Reported: self._knowledge.reported,
             Gone: self._knowledge.gone,
             Claimed: self._knowledge.claimed,
-            Migrated: self._knowledge.migrated,
             Arrive: self._arrive,
             FirstByte: self._first_byte,
             Done: self._done,

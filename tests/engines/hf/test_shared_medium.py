@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
+from tests.support.store.servers import MooncakeCluster  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -89,8 +91,29 @@ def wait_until_kept(http: httpx.Client) -> None:
 def test_a_second_worker_goes_on_from_what_the_first_has_kept(
     tmp_path: Path, own: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared = ("--remote", str(tmp_path / "shared"))
     monkeypatch.chdir(tmp_path)
+    goes_on_over(str(tmp_path / "shared"), tmp_path, own)
+
+
+@pytest.mark.skipif(find_spec("mooncake") is None, reason="needs the extra [mooncake]")
+def test_a_second_worker_goes_on_from_what_a_mooncake_store_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workers lend no memory to the pool: what they leave there stays."""
+    cluster = MooncakeCluster(tmp_path)
+    try:
+        monkeypatch.setenv("MOONCAKE_MASTER", cluster.address)
+        monkeypatch.setenv("MOONCAKE_LOCAL_HOSTNAME", "127.0.0.1")
+        monkeypatch.setenv("MOONCAKE_GLOBAL_SEGMENT_SIZE", "0")
+        monkeypatch.setenv("MOONCAKE_LOCAL_BUFFER_SIZE", "32MB")
+        goes_on_over("mooncake://test", tmp_path, ("--host-cache", "16MiB"))
+    finally:
+        cluster.close()
+
+
+def goes_on_over(medium: str, tmp_path: Path, own: tuple[str, ...]) -> None:
+    """A worker keeps a session on the medium; another, which never saw it, restores it exactly."""
+    shared = ("--remote", medium)
     with worker(tmp_path / "one", *shared, *own) as http:
         first, _ = complete(http, PROMPT)
         wait_until_kept(http)

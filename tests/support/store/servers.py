@@ -84,9 +84,9 @@ class MooncakeCluster:
         self._running = ExitStack()
         self.start()
         self.client = MooncakeDistributedStore()
-        address = f"{HOST}:{self._port}"
+        self.address = f"{HOST}:{self._port}"
         status = self.client.setup(
-            HOST, "P2PHANDSHAKE", _SEGMENT_BYTES, 32 * MIB, "tcp", "", address
+            HOST, "P2PHANDSHAKE", _SEGMENT_BYTES, 32 * MIB, "tcp", "", self.address
         )
         assert status == 0
 

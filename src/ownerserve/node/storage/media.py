@@ -11,6 +11,7 @@ from pathlib import Path
 from ownerserve.kv.clock import Clock
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.store.format.seal import Keys
+from ownerserve.store.tiers import mooncake
 from ownerserve.store.tiers.blobs import Blobs, DirectoryBlobs
 from ownerserve.store.tiers.placement import OnEviction, WriteBack, WritePolicy, WriteThrough
 from ownerserve.store.tiers.remote import RemoteTier
@@ -46,10 +47,10 @@ def write_policy(text: str, tiers: Sequence[str] = TIERS) -> WritePolicy:
 
 
 def open_remote(where: str, clock: Clock) -> RemoteTier:
-    """Open the shared medium at a directory or `s3://BUCKET/PREFIX`.
+    """Open the shared medium at a directory, `s3://BUCKET/PREFIX` or `mooncake://NAMESPACE`.
 
     It has no key, so it keeps what belongs to no tenant and refuses the rest. Raises InvalidInput
-    for what names no medium, OSError for a directory that can't be used.
+    for what names no medium, OSError for one that can't be used.
     """
     return RemoteTier("remote", _blobs(where), clock=clock, keys=Keys())
 
@@ -58,7 +59,11 @@ def _blobs(where: str) -> Blobs:
     scheme, found, rest = where.partition("://")
     if not found:
         return DirectoryBlobs(Path(where))
-    bucket, _, prefix = rest.partition("/")
-    if scheme != "s3" or not bucket:
-        raise InvalidInput("remote", f"{where!r}", "name a directory or s3://BUCKET/PREFIX")
-    return S3Blobs(bucket, prefix)
+    name, _, prefix = rest.partition("/")
+    match scheme:
+        case "s3" if name:
+            return S3Blobs(name, prefix)
+        case "mooncake" if name and not prefix:
+            return mooncake.set_up(name)
+    mend = "name a directory, s3://BUCKET/PREFIX or mooncake://NAMESPACE"
+    raise InvalidInput("remote", f"{where!r}", mend)

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.store.tiers.blobs import Backpressure, BlobInfo
 
 _FULL, _ABSENT = -200, -704
@@ -83,3 +85,35 @@ class MooncakeBlobs:
 
     def tidy(self, before_s: float) -> int:
         return 0  # the master gives up unfinished puts itself
+
+
+def set_up(namespace: str) -> MooncakeBlobs:
+    """Join the Mooncake Store that Mooncake's own settings name (MOONCAKE_MASTER and others, or
+    MOONCAKE_CONFIG_PATH), and return its blobs under `namespace`.
+
+    Raises InvalidInput where the package or the settings are missing, OSError where the store can't
+    be joined.
+    """
+    try:
+        settings, store = import_module("mooncake.mooncake_config"), import_module("mooncake.store")
+    except ImportError as error:
+        mend = "pip install 'ownerserve[mooncake]'"
+        raise InvalidInput("remote", f"Mooncake needs its package ({error})", mend) from error
+    try:
+        found = settings.MooncakeConfig.load_from_env()
+    except (OSError, ValueError) as error:
+        mend = "set MOONCAKE_MASTER=HOST:PORT, or MOONCAKE_CONFIG_PATH"
+        raise InvalidInput("remote", f"Mooncake's settings: {error}", mend) from error
+    client = store.MooncakeDistributedStore()
+    status = client.setup(
+        found.local_hostname,
+        found.metadata_server,
+        found.global_segment_size,
+        found.local_buffer_size,
+        found.protocol,
+        found.device_name,
+        found.master_server_address,
+    )
+    if status != 0:
+        raise OSError(errno.EIO, f"mooncake {status}", found.master_server_address)
+    return MooncakeBlobs(client, namespace)

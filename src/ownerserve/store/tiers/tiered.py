@@ -7,7 +7,6 @@ that neither a read nor a reservation waits for another tier's medium:
     eviction from level n    worth it?  -> written to the first below that takes it    (demotion)
     a read further down      worth it?  -> copied to the top                           (promotion)
     a write that is owed     worth it?  -> copied to its level, kept on top            (write-back)
-    spill(store, ids)        worth it?  -> copied down now, kept on top                (idle)
 
 What is removed or purged does not come back by a copy that waited: see `_moving`.
 """
@@ -316,12 +315,3 @@ class TieredStore:
         self.settle()
         for tier in self.tiers:
             tier.close()
-
-
-def spill(store: TieredStore, ids: Sequence[bytes]) -> dict[bytes, WriteOutcome]:
-    """Copy records from the top, each to the next tier that takes it; one is durable when its
-    outcome is WriteDone.
-    """
-    below = range(1, len(store.tiers))
-    there = store.tiers[0].find(ids)
-    return {id_: store._copy_down(id_, below) for id_ in there}  # noqa: SLF001 - of this module
