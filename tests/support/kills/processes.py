@@ -4,8 +4,7 @@ stores, a gateway. Any of them is killed and begun again at its place."""
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +12,21 @@ from pathlib import Path
 import httpx
 
 from tests.support.kills.cutting import Cuts, DirectoryWire, NodeWire, WorkerWire
-from tests.support.kills.wires import WAIT_S, Wires
+from tests.support.kills.forked import FAILED, Forked
+from tests.support.kills.wires import WAIT_S, Lane, Wires
 from tests.support.net import free_port
 from tests.support.waits import until
 
 LEASE_S = 2.0
 SESSION_HEADER = "x-session-id"
 FINAL_HEADER = "x-ownerserve-session-final"
+
+
+def metric(port: int, start: str) -> float:
+    """The sum of a process's metrics that begin so."""
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S).text
+    found = re.findall(rf"^{re.escape(start)}\S* (\S+)$", lines, re.MULTILINE)
+    return sum(map(float, found))
 
 
 class Member:
@@ -29,15 +36,12 @@ class Member:
         self.name = name
         self._ready = folder / f"{name}.ready"
         self._log = folder / f"{name}.log"
-        self._given = [*given, "--ready-file", str(self._ready)]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._given = [*given, "--ready-file", str(self._ready)] if given else []
+        self._process: Forked | None = None
 
     def begin(self) -> None:
         self._ready.unlink(missing_ok=True)
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "ownerserve.cli.main", *self._given], stdout=log, stderr=log
-            )
+        self._process = Forked(self._given, self._log)
 
     def is_ready(self) -> bool:
         assert self._process is not None and self._process.poll() is None, self.said()
@@ -48,24 +52,37 @@ class Member:
 
     def kill(self) -> None:
         assert self._process is not None
-        self._process.kill()
-        self._process.wait(WAIT_S)
+        self._process.send_signal(signal.SIGKILL)
+        assert self._process.wait(WAIT_S) is not None
 
     def terminate(self) -> None:
         assert self._process is not None
-        self._process.terminate()
-        try:
-            self._process.wait(WAIT_S)
-        finally:
-            self._process.kill()
-            self._process.wait()
+        self._process.send_signal(signal.SIGTERM)
+        if self._process.wait(WAIT_S) is None:
+            self.kill()
+
+    def freeze(self) -> None:
+        """SIGSTOP: it is there, and does nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)  # to one that is dead: nothing
 
     @property
     def is_dead(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
-    def said(self) -> str:
-        return self._log.read_text(errors="replace")[-4000:] if self._log.exists() else ""
+    def said(self, *, end: int = 4000) -> str:
+        """The last `end` characters of its log."""
+        return self._log.read_text(errors="replace")[-end:] if self._log.exists() else ""
+
+    def violations(self) -> list[str]:
+        """Checks of its state machines that did not hold, in any of its lives."""
+        return [line for line in self.said(end=0).splitlines() if FAILED in line]
 
 
 class Worker(Member):
@@ -75,10 +92,11 @@ class Worker(Member):
         self, name: str, folder: Path, wires: Wires, *, directory: str, cuts: Cuts
     ) -> None:
         self.port, rpc = free_port(), free_port()
-        asked = wires.lay(rpc, between=lambda: NodeWire(cuts))
+        asked = wires.lay(rpc, Lane("gateway", name), between=lambda: NodeWire(cuts))
         told = {f":{rpc}".encode(): f":{asked}".encode()}
         self.rpc = f"tcp://127.0.0.1:{asked}"
-        served = wires.lay(self.port, told=told, between=lambda: WorkerWire(cuts))
+        turns = Lane("gateway", f"{name}'s HTTP")
+        served = wires.lay(self.port, turns, told=told, between=lambda: WorkerWire(cuts))
         self.url = f"http://127.0.0.1:{served}"
         given = f"worker --model tiny-qwen3 --kv-memory 8MiB --threads 1 --worker-id {name}"
         given += f" --port {self.port} --rpc-port {rpc} --store {folder / name}"
@@ -86,9 +104,34 @@ class Worker(Member):
         super().__init__(name, folder, given.split())
 
     def metric(self, start: str) -> float:
-        lines = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=WAIT_S).text
-        found = re.findall(rf"^{re.escape(start)}\S* (\S+)$", lines, re.MULTILINE)
-        return sum(map(float, found))
+        return metric(self.port, start)
+
+    def load(self) -> dict[str, int]:
+        """What it says of its load."""
+        url = f"http://127.0.0.1:{self.port}/ownerserve/status"
+        return dict(httpx.get(url, timeout=WAIT_S).json()["load"])
+
+
+class Command(Member):
+    """A command that asks the directory and ends: `ownerserve directory GIVEN...`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("command", folder, ())
+
+    def begin_with(self, *given: str) -> None:
+        self._given = ["directory", *given]
+        self.begin()
+
+    def kill(self) -> None:
+        if not self.is_dead:
+            super().kill()
+
+    def ended(self) -> int:
+        """Its exit code, once it has ended; fails when it hangs."""
+        assert self._process is not None
+        code = self._process.wait(WAIT_S)
+        assert code is not None, "the command hangs"
+        return code
 
 
 class Fleet:
@@ -102,24 +145,33 @@ class Fleet:
         self.cuts = Cuts()
         port = free_port()
         self.directory = f"tcp://127.0.0.1:{port}"
-        laid = self.wires.lay(port, between=lambda: DirectoryWire(self.cuts))
-        self.asked = asked = f"tcp://127.0.0.1:{laid}"
+        self._port = port
+        self.asked = self._lane_of("command")
+        """Where commands ask the directory: over a wire of their own, as each member does."""
         given = f"directory serve --port {port} --lease {LEASE_S}"
         given += f" --backend {backend}" if backend else f" --home {folder / 'home'}"
         members: list[Member] = [Member("directory", folder, given.split())]
         self.workers = [
-            Worker(f"w{n}", folder, self.wires, directory=asked, cuts=self.cuts)
+            Worker(f"w{n}", folder, self.wires, directory=self._lane_of(f"w{n}"), cuts=self.cuts)
             for n in range(workers)
         ]
         self.ports = [free_port() for _ in range(gateways)]
         self.admins = [free_port() for _ in range(gateways)]
         members += self.workers
         for number, (port, admin) in enumerate(zip(self.ports, self.admins, strict=True)):
+            name = f"gateway{number or ''}"
             given = f"gateway --port {port} --admin-port {admin} --policy {policy}"
-            given += f" --directory {asked} --drain-timeout 1"
+            given += f" --directory {self._lane_of(name)} --drain-timeout 1"
             given += "".join(f" --worker {worker.url}" for worker in self.workers)
-            members.append(Member(f"gateway{number or ''}", folder, given.split()))
+            members.append(Member(name, folder, given.split()))
         self.members = {member.name: member for member in members}
+        self.command = Command(folder)
+
+    def _lane_of(self, asker: str) -> str:
+        """The directory's address for one who asks it."""
+        lane = Lane(asker, "directory")
+        laid = self.wires.lay(self._port, lane, between=lambda: DirectoryWire(self.cuts))
+        return f"tcp://127.0.0.1:{laid}"
 
     def begin(self) -> None:
         for member in self.members.values():
@@ -136,20 +188,45 @@ class Fleet:
             member.await_ready()
 
     def turn(
-        self, session: str, prompt: list[int], *, final: bool = False, through: int = 0
+        self,
+        session: str,
+        prompt: list[int],
+        *,
+        final: bool = False,
+        through: int = 0,
+        max_tokens: int = 4,
+        within_s: float = WAIT_S,
     ) -> list[int] | None:
-        """What is answered; None: nothing was, or an error said so. `through`: which gateway."""
-        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+        """What is answered; None: nothing was within `within_s` (then the client hangs up), or an
+        error said so. `through`: which gateway."""
+        body = {"prompt": prompt, "temperature": 0, "return_token_ids": True}
+        body["max_tokens"] = max_tokens
         headers = {SESSION_HEADER: session} | (
             {"x-ownerserve-session-final": "true"} if final else {}
         )
         url = f"http://127.0.0.1:{self.ports[through]}/v1/completions"
         with suppress(httpx.HTTPError):
-            answer = httpx.post(url, json=body, headers=headers, timeout=WAIT_S)
+            answer = httpx.post(url, json=body, headers=headers, timeout=within_s)
             if answer.status_code == 200:
                 ids: list[int] = answer.json()["choices"][0]["token_ids"]
                 return ids
         return None
+
+    def at_rest(self) -> bool:
+        """Whether no request is anywhere: what came in is done or was refused (invariant 3)."""
+        for admin in self.admins:
+            ended = metric(admin, "ownerserve_ends_total") + metric(
+                admin, "ownerserve_refusals_total"
+            )
+            came = metric(admin, "ownerserve_requests_total")
+            if metric(admin, "ownerserve_live") or came != ended:
+                return False
+        loads = [worker.load() for worker in self.workers]
+        return not any(load["running_sequences"] + load["waiting_sequences"] for load in loads)
+
+    def violations(self) -> list[str]:
+        """Checks of anybody's state machines that did not hold."""
+        return [line for member in self.members.values() for line in member.violations()]
 
     def said(self) -> str:
         return "\n".join(f"--- {one.name}\n{one.said()}" for one in self.members.values())

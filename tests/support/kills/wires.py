@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tests.support.kills.cutting import Between
 
@@ -21,21 +21,30 @@ class At(Enum):
     ANSWER = "answer"
 
 
-class Trap:
-    """Springs once: at the first request that has `tag`, or at what is answered behind it."""
+class Lane(NamedTuple):
+    """Whose wire it is: who asks over it, and who answers."""
 
-    def __init__(self, tag: str, at: At, act: Callable[[], None]) -> None:
+    asker: str
+    answerer: str
+
+
+class Trap:
+    """Springs once: at the first request on `lane` that has `tag`, or at what is answered behind
+    it."""
+
+    def __init__(self, tag: str, at: At, act: Callable[[], None], *, lane: Lane) -> None:
         self.at = at
         self.sprung = threading.Event()
+        self._lane = lane
         self._tag = b"\xa4type" + bytes([0xA0 | len(tag)]) + tag.encode()
         self._act = act
         self._is_taken = False
         self._lock = threading.Lock()
 
-    def takes(self, data: bytes) -> bool:
+    def takes(self, data: bytes, lane: Lane) -> bool:
         """Whether the message passes here, for the first time."""
         with self._lock:
-            if self._is_taken or self._tag not in data:
+            if self._is_taken or lane != self._lane or self._tag not in data:
                 return False
             self._is_taken = True
             return True
@@ -59,18 +68,19 @@ class Wires:
     def lay(
         self,
         port: int,
+        lane: Lane,
         *,
         told: dict[bytes, bytes] | None = None,
         between: Callable[[], Between] = Between,
     ) -> int:
-        """A port before 127.0.0.1:`port`. `told`: bytes of answers that are said otherwise, as
-        long as they were; may grow while the proxy runs. `between`: made for each connection, sees
-        all that passes."""
+        """A port before 127.0.0.1:`port`, for `lane` alone. `told`: bytes of answers that are said
+        otherwise, as long as they were; may grow while the proxy runs. `between`: made for each
+        connection, sees all that passes."""
 
         async def made() -> int:
             server = await asyncio.start_server(
                 lambda reader, writer: self._pipe(
-                    reader, writer, port, told=told or {}, between=between()
+                    reader, writer, port, lane=lane, told=told or {}, between=between()
                 ),
                 "127.0.0.1",
                 0,
@@ -103,6 +113,7 @@ class Wires:
         back: asyncio.StreamWriter,
         port: int,
         *,
+        lane: Lane,
         told: dict[bytes, bytes],
         between: Between,
     ) -> None:
@@ -115,7 +126,7 @@ class Wires:
             writers.append(forth)
             asked = asyncio.Event()
             await _first(
-                self._requests(here, forth, asked, between),
+                self._requests(here, forth, asked, lane=lane, between=between),
                 self._answers(there, back, told, asked=asked, between=between),
             )
         except OSError:
@@ -130,12 +141,14 @@ class Wires:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         asked: asyncio.Event,
+        *,
+        lane: Lane,
         between: Between,
     ) -> None:
         """Until a side ends, or the trap takes one: that one and all behind it are lost."""
         while data := await reader.read(1 << 16):
             trap = self.trap
-            if trap is not None and trap.takes(data):
+            if trap is not None and trap.takes(data, lane):
                 if trap.at is At.REQUEST:
                     await asyncio.to_thread(trap.spring)
                     return
