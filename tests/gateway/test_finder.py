@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -190,6 +190,65 @@ def test_a_directory_that_hangs_delays_the_turns_that_asked_it_first_and_no_othe
             assert gateway.turns.finder.answers == {"too_slow": 1, "not_asked": 4}
             assert hanging.asked == 1
             hanging.go_on.set()
+
+    play(scenario, engines=1)
+
+
+class Silent(Asked):
+    """A directory that is silent while it is told to be: each frame comes to nothing, late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_silent = True
+        self.frame_ends = threading.Semaphore(0)
+        self.frames = 0
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.frames += 1
+        if not self.is_silent:
+            return super().execute(requests)
+        self.frame_ends.acquire()
+        return [Refused(DirectoryRefusal.UNREACHABLE) for _ in requests]
+
+    def close(self) -> None:
+        self.frame_ends.release()
+
+
+def test_one_turn_waits_for_a_silent_directory_and_none_until_it_answers_again(
+    play: Play,
+) -> None:
+    """By what is counted, not by a clock: each later turn asks, and goes on before it is heard."""
+
+    async def scenario(world: World) -> None:
+        silent = Silent()
+        async with another(world, silent) as (gateway, client):
+            finder = gateway.turns.finder
+            assert finder is not None
+
+            async def turn(name: str) -> None:
+                answer = await client.post("/v1/chat/completions", x__session__id=name)
+                assert answer.status == 200
+
+            async def until(holds: Callable[[], bool]) -> None:
+                async with asyncio.timeout(30):
+                    while not holds():
+                        await asyncio.sleep(0.01)
+
+            await turn("a")
+            assert finder.answers == {"too_slow": 1}
+            for number, name in enumerate("bcd", 1):
+                silent.frame_ends.release()
+                await until(lambda told=number: finder.answers["unreachable"] == told)
+                await turn(name)
+                assert (finder.answers["too_slow"], finder.answers["not_awaited"]) == (1, number)
+            silent.is_silent = False
+            silent.frame_ends.release()
+            await until(lambda: finder.answers["unreachable"] == 4)
+            await turn("e")
+            await until(lambda: finder.answers["miss"] == 1)
+            await turn("f")
+            assert (finder.answers["not_awaited"], finder.answers["miss"]) == (4, 2)
+            assert silent.frames == 6
 
     play(scenario, engines=1)
 

@@ -129,9 +129,10 @@ def ends(scene: Scene) -> Iterator[None]:
 
 
 def hangs_up(scene: Scene) -> Iterator[None]:
-    """Clients hang up before their answers begin."""
+    """Clients hang up before their answers begin, one at each worker."""
     while True:
-        scene.sessions.hang_up()
+        for _ in scene.fleet.workers:
+            scene.sessions.hang_up()
         yield
 
 
@@ -140,7 +141,8 @@ def freezes(scene: Scene) -> Iterator[None]:
     while True:
         scene.fleet.members["w0"].freeze()
         try:
-            scene.sessions.hang_up()
+            for _ in scene.fleet.workers:
+                scene.sessions.hang_up()
         finally:
             scene.fleet.members["w0"].thaw()
         yield

@@ -223,8 +223,9 @@ def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
 #     turns of unknown sessions ── waiting ──> one frame at a time ──> directory
 #     turns go on <── Claimed, or LOOK_UP_S is over ──────────────────────┘
 #
-# A frame that takes longer than LOOK_UP_S makes nobody wait any more until it ends: a directory
-# that hangs delays the turns that asked with it, and no others.
+# A frame that takes longer than LOOK_UP_S makes nobody wait any more, until a later frame is
+# answered in time: a directory that hangs or is away delays the turns that asked with its first
+# frame, and no others. Those that come meanwhile ask and go on; a late answer is heard all the same.
 
 
 log = logging.getLogger("ownerserve.gateway")
@@ -252,6 +253,8 @@ class SessionFinder:
         self._waiting: dict[SessionId, asyncio.Future[None]] = {}
         self._asking: asyncio.Task[None] | None = None
         self._asked_s = 0.0
+        self._is_silent = False
+        """Whether a frame took longer than a turn waits, and none was answered in time since."""
         self._is_failing = False
         """Whether the last frame met a fault."""
 
@@ -261,7 +264,8 @@ class SessionFinder:
         self._seen = later(self._seen, epoch)
 
     async def look_up(self, session: SessionId) -> None:
-        """Ask who owns the session, and wait for the answer for LOOK_UP_S at most."""
+        """Ask who owns the session, and wait for the answer for LOOK_UP_S at most; not at all where
+        the directory was silent before."""
         if self._is_late():
             self.answers["not_asked"] += 1
             return
@@ -271,6 +275,9 @@ class SessionFinder:
         if self._asking is None or self._asking.done():
             self._asked_s = self._loop.time()  # who waits counts from here
             self._asking = self._loop.create_task(self._ask())
+        if self._is_silent:
+            self.answers["not_awaited"] += 1
+            return
         try:
             async with asyncio.timeout(LOOK_UP_S):
                 await asyncio.shield(answered)
@@ -297,7 +304,11 @@ class SessionFinder:
         while self._waiting:
             sessions = list(self._waiting)[:FRAME_MAX]
             answered = [self._waiting.pop(session) for session in sessions]
+            sent_s = self._loop.time()
             outcomes = await self._execute([FindSession(one, self._seen) for one in sessions])
+            is_late = self._loop.time() - sent_s >= LOOK_UP_S
+            is_answered = outcomes[0] != Refused(DirectoryRefusal.UNREACHABLE)
+            self._is_silent = is_late or (self._is_silent and not is_answered)
             for session, outcome in zip(sessions, outcomes, strict=True):
                 self._hear(session, outcome)
             for one in answered:
