@@ -225,7 +225,7 @@ def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
 #
 # A frame that takes longer than LOOK_UP_S makes nobody wait any more, until a later frame is
 # answered in time: a directory that hangs or is away delays the turns that asked with its first
-# frame, and no others. Those that come meanwhile ask and go on; a late answer is heard all the same.
+# frame, and no others. Those that come meanwhile ask and go on; a late answer is heard too.
 
 
 log = logging.getLogger("ownerserve.gateway")

@@ -142,10 +142,11 @@ def take_over(
     done.
 
     The prompt must go on from what the directory was told last, and this cache must not be ahead
-    of that. Else a later turn does it.
+    of that. Else a later turn does it. Of a fork that no owner finished a turn of (version 0, on
+    its parent's prefix) there is nothing to take over.
     """
     session, grant = cache.sessions.get(session_id), ownership.standing(session_id)
-    if grant is None or session is None or grant.version == session.version:
+    if grant is None or session is None or grant.version in (0, session.version):
         return False
     sealed, tip = grant.tokens // cache.layout.block_tokens, prompt.digest_at(grant.tokens)
     if (
