@@ -222,7 +222,7 @@ def authority(folder: Path, host: str = "127.0.0.1") -> tuple[Path, ssl.SSLConte
         key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         + signed("worker", key, x509.SubjectAlternativeName([address])).public_bytes(pem)
     )
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(own)
     return ca, context
 

@@ -79,14 +79,14 @@ def test_a_cut_zstd_file_is_reported_and_its_head_kept(tmp_path: Path) -> None:
     lines = b"".join(
         b'{"timestamp": %d, "input_length": 600, "output_length": 1, "hash_ids": [%d, %d]}\n'
         % (n, n * 7 % 9001, n * 31 % 8999)
-        for n in range(20_000)
+        for n in range(6_000)
     )
     data = zstandard.ZstdCompressor().compress(lines)
     path = tmp_path / "t.jsonl.zst"
     path.write_bytes(data[: len(data) * 3 // 4])
     problems = Collected()
     trace = read_trace(path, problems=problems)
-    assert 0 < trace.request_count < 20_000
+    assert 0 < trace.request_count < 6_000
     assert any("zstd" in problem.reason for problem in problems.first)
 
 
