@@ -14,13 +14,24 @@ class PoolView(Protocol):
     """A pool view is a pool of equal slots as others see it. The numbers are live."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """`name` is the component, or the name of the state blocks."""
+        ...
+
     @property
-    def capacity(self) -> int: ...
+    def capacity(self) -> int:
+        """`capacity` counts all slots of the pool."""
+        ...
+
     @property
-    def free(self) -> int: ...
+    def free(self) -> int:
+        """`free` counts the slots that nobody has."""
+        ...
+
     @property
-    def used(self) -> int: ...
+    def used(self) -> int:
+        """`used` counts the slots that are taken."""
+        ...
 
 
 class Occupancy(Protocol):
@@ -28,11 +39,19 @@ class Occupancy(Protocol):
     pool a point component, and the state blocks of running turns."""
 
     @property
-    def blocks(self) -> PoolView: ...
+    def blocks(self) -> PoolView:
+        """`blocks` are the slots of range blocks, the same number in every range pool."""
+        ...
+
     @property
-    def points(self) -> Sequence[PoolView]: ...
+    def points(self) -> Sequence[PoolView]:
+        """`points` are the pools of point components."""
+        ...
+
     @property
-    def states(self) -> PoolView: ...
+    def states(self) -> PoolView:
+        """`states` is the pool of live state blocks."""
+        ...
 
     def evictable_blocks(self) -> int:
         """Count the range blocks that may be evicted: the tree's, under no lock."""

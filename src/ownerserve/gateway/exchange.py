@@ -323,9 +323,11 @@ class Reading(Phase):
         self.task = task
 
     def is_waiting_for(self, task: asyncio.Task[None]) -> bool:
+        """Return whether `task` is the one that asks the directory."""
         return task is self.task
 
     def abort(self) -> None:
+        """Stop asking the directory; the turn was not let in."""
         self.task.cancel()
         self.exchange.turns.ended(self.asked, NotLetIn())
 
@@ -341,6 +343,7 @@ class Queued(Phase):
         self.ticket = ticket
 
     def abort(self) -> None:
+        """Leave the queue; the turn was not let in."""
         self.exchange.turns.ended(self.asked, NotLetIn(self.ticket))
 
 
@@ -355,6 +358,7 @@ class Deciding(Phase):
         self.asked = asked
 
     def abort(self) -> None:
+        """End a turn of which no dispatch is live."""
         self.exchange.turns.ended(self.asked)
 
 
@@ -369,9 +373,11 @@ class Connecting(Phase):
         self.task = task
 
     def is_waiting_for(self, task: asyncio.Task[None]) -> bool:
+        """Return whether `task` is the one that asks for a place or connects."""
         return task is self.task
 
     def abort(self) -> None:
+        """Stop connecting and give place and receipt back."""
         self.task.cancel()
         give_back(self.place)
         self.attempt.abort()
@@ -387,13 +393,16 @@ class Sent(Phase):
         self.upstream = upstream
 
     def abort(self) -> None:
+        """Hang up on the worker and give the receipt back."""
         self.upstream.abort()
         self.attempt.abort()
 
     def pause(self) -> None:
+        """Stop reading the worker's answer."""
         self.upstream.pause()
 
     def resume(self) -> None:
+        """Go on reading the worker's answer."""
         self.upstream.resume()
 
 
@@ -410,6 +419,7 @@ class AwaitingHead(Sent):
         self.place = place
 
     def abort(self) -> None:
+        """Hang up on the worker and give place and receipt back."""
         self.upstream.abort()
         give_back(self.place)
         self.attempt.abort()

@@ -62,14 +62,17 @@ def seconds(value: float) -> str:
 
 
 def share(value: float) -> str:
+    """Return a share of 1 as text."""
     return f"{value:.1%}"
 
 
 def number(value: float) -> str:
+    """Return a number as text, as short as its size allows."""
     return _digits(value)
 
 
 def size(value: float) -> str:
+    """Return a size in bytes as text."""
     return format_bytes(round(value))
 
 

@@ -25,10 +25,12 @@ def tokens(count: float) -> str:
 
 
 def seconds(value: float) -> str:
+    """Return seconds as text."""
     return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
 
 
 def percent(share: float) -> str:
+    """Return a share of 1 in percent, as text."""
     return f"{share:.1%}"
 
 

@@ -128,6 +128,7 @@ class PrefixIndex:
         return len(self._by_hash)
 
     def get(self, prefix_hash: PrefixHash) -> Prefix | None:
+        """Return what is known of the prefix; None: nothing is."""
         prefix = self._by_hash.get(prefix_hash)
         return prefix if prefix is not None and prefix.refs > 0 else None
 
@@ -330,6 +331,7 @@ class SessionTable:
         return len(self._sessions)
 
     def items(self) -> Iterator[tuple[SessionId, RoutedSession]]:
+        """Give each session with its name."""
         return iter(self._sessions.items())
 
     def resolve(self, session: SessionId) -> SessionId:
@@ -337,6 +339,7 @@ class SessionTable:
         return self._aliases.get(session, session)
 
     def get(self, session: SessionId) -> RoutedSession | None:
+        """Return the session; None when it is not known."""
         return self._sessions.get(session)
 
     def touch(self, session: SessionId, now_s: float) -> RoutedSession:
@@ -406,6 +409,7 @@ class SessionTable:
             self._aliases[alias] = session
 
     def forget(self, session: SessionId) -> None:
+        """Forget the session; one that is not known is no error."""
         known = self._sessions.pop(session, None)
         if known is not None:
             self._move_home(known, None, 0)

@@ -127,10 +127,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_measured(self) -> bool:
+        """`is_measured` tells whether the worker has measured its own speed."""
         return self.is_prefill_measured and self.are_steps_measured
 
     @property
     def names(self) -> frozenset[str]:
+        """`names` are all models that the worker answers to."""
         return self.adapters | {self.model}
 
 
@@ -391,14 +393,17 @@ class Worker:
 
     @property
     def pending_tokens(self) -> int:
+        """`pending_tokens` counts prompt tokens that wait for their computing there."""
         return self._estimate().pending_tokens if self.is_old else self._load.pending_tokens
 
     @property
     def queue_ms(self) -> float:
+        """`queue_ms` is how long computing them takes, in ms."""
         return self._estimate().queue_ms if self.is_old else self._load.queue_ms
 
     @property
     def occupancy(self) -> float:
+        """`occupancy` is the share of its memory that is taken."""
         return self._estimate().occupancy if self.is_old else self._load.occupancy
 
     def _forget_stamps(self) -> None:

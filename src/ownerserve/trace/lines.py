@@ -40,7 +40,9 @@ class Problem(NamedTuple):
 class Problems(Protocol):
     """The problems are where readers send what they could not use."""
 
-    def report(self, line: TraceLine, reason: str) -> None: ...
+    def report(self, line: TraceLine, reason: str) -> None:
+        """Take in what is wrong with a line."""
+        ...
 
 
 class Collected:
@@ -53,6 +55,7 @@ class Collected:
         self.first: list[Problem] = []
 
     def report(self, line: TraceLine, reason: str) -> None:
+        """Count what is wrong with a line, and keep the first of them."""
         self.count += 1
         if len(self.first) < self.KEEP:
             self.first.append(Problem(line.file, line.number, reason))
@@ -62,6 +65,7 @@ class Fatal:
     """Makes the first problem an error."""
 
     def report(self, line: TraceLine, reason: str) -> None:
+        """Raise InvalidInput for what is wrong with a line."""
         raise InvalidInput(
             f"{line.file}:{line.number}",
             reason,

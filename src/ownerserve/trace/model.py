@@ -97,10 +97,12 @@ class Trace(msgspec.Struct, frozen=True):
 
     @property
     def request_count(self) -> int:
+        """`request_count` counts the requests of all sessions."""
         return sum(len(session.requests) for session in self.sessions)
 
     @property
     def input_tokens(self) -> int:
+        """`input_tokens` counts those of all requests."""
         return sum(r.input_tokens for session in self.sessions for r in session.requests)
 
 

@@ -40,19 +40,39 @@ class Candidate(Protocol):
     """
 
     @property
-    def heat(self) -> UseHeat: ...
+    def heat(self) -> UseHeat:
+        """`heat` is how often and when the state was used."""
+        ...
+
     @property
-    def is_point(self) -> bool: ...
+    def is_point(self) -> bool:
+        """`is_point` tells point state from a range block."""
+        ...
+
     @property
-    def position(self) -> int: ...
+    def position(self) -> int:
+        """`position` is where the state ends, in tokens."""
+        ...
+
     @property
-    def lost_tokens(self) -> int: ...
+    def lost_tokens(self) -> int:
+        """`lost_tokens` would have to be computed again, were it evicted."""
+        ...
+
     @property
-    def freed_bytes(self) -> int: ...
+    def freed_bytes(self) -> int:
+        """`freed_bytes` would become free, were it evicted."""
+        ...
+
     @property
-    def trimmed_tokens(self) -> int: ...
+    def trimmed_tokens(self) -> int:
+        """`trimmed_tokens` of the branch were evicted before."""
+        ...
+
     @property
-    def is_backed(self) -> bool: ...
+    def is_backed(self) -> bool:
+        """`is_backed` tells whether a tier below has the state too."""
+        ...
 
 
 class PolicyPrices(NamedTuple):

@@ -41,6 +41,7 @@ class DemoSetup(msgspec.Struct, frozen=True):
 
     @property
     def worker_arguments(self) -> list[str]:
+        """`worker_arguments` are the arguments of each worker's command."""
         return [
             *("worker", "--model", self.model, "--port", "0"),
             *("--kv-memory", self.kv_memory, "--max-running", "8"),

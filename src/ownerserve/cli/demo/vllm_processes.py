@@ -89,6 +89,7 @@ class VllmWorker:
 
     @property
     def url(self) -> str:
+        """`url` is where the worker serves."""
         return f"http://127.0.0.1:{self._port}"
 
     def wait_ready(self) -> str:

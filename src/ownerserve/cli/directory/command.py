@@ -48,6 +48,7 @@ class SystemClock:
     set."""
 
     def now(self) -> float:
+        """Return the monotonic time of this machine, in seconds."""
         return time.monotonic()
 
 

@@ -35,6 +35,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @property
     def worker(self) -> WorkerId:
+        """`worker` is the worker's name in this gateway: host:port."""
         return WorkerId(f"{self.host}:{self.port}")
 
 

@@ -69,6 +69,7 @@ class RequestReader:
 
     @property
     def in_head(self) -> bool:
+        """`in_head` tells whether a head has begun and is not whole."""
         return self.in_message and self._head is None
 
     @property
@@ -189,10 +190,21 @@ _CLOSE_LINE = b"connection: close\r\n"
 class Answering(Protocol):
     """An answering is whatever has one request answered (an exchange)."""
 
-    def start(self) -> None: ...
-    def abort(self) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
+    def start(self) -> None:
+        """Begin to answer the request."""
+        ...
+
+    def abort(self) -> None:
+        """End without an answer, as the client is gone."""
+        ...
+
+    def pause(self) -> None:
+        """Stop reading the answer: the client reads too slowly."""
+        ...
+
+    def resume(self) -> None:
+        """Go on reading the answer."""
+        ...
 
 
 class ClientPort(Protocol):
@@ -202,15 +214,34 @@ class ClientPort(Protocol):
     draining: bool
 
     @property
-    def limits(self) -> ClientLimits: ...
-    @property
-    def workers_up(self) -> int: ...
+    def limits(self) -> ClientLimits:
+        """`limits` are what clients may take, in bytes and seconds."""
+        ...
 
-    def now(self) -> float: ...
-    def next_request_id(self) -> bytes: ...
-    def models(self) -> Models: ...
-    def rejected(self, rejected: Rejected) -> None: ...
-    def begin(self, client: ClientConnection, request: HttpRequest) -> Answering: ...
+    @property
+    def workers_up(self) -> int:
+        """`workers_up` counts the workers that may be chosen."""
+        ...
+
+    def now(self) -> float:
+        """Return the event loop's time, in seconds."""
+        ...
+
+    def next_request_id(self) -> bytes:
+        """Make an id for a request that came without one."""
+        ...
+
+    def models(self) -> Models:
+        """Return what the workers that are up serve, together."""
+        ...
+
+    def rejected(self, rejected: Rejected) -> None:
+        """Count a request that is told no."""
+        ...
+
+    def begin(self, client: ClientConnection, request: HttpRequest) -> Answering:
+        """Make what answers the request; it is not started."""
+        ...
 
 
 class ClientConnection(asyncio.Protocol):
@@ -355,6 +386,7 @@ class ClientConnection(asyncio.Protocol):
     # What an exchange does
 
     def write(self, data: bytes) -> None:
+        """Send bytes of an answer to the client."""
         transport = self._transport
         if transport is not None and not transport.is_closing():
             transport.write(data)
@@ -391,6 +423,7 @@ class ClientConnection(asyncio.Protocol):
     # What the service does
 
     def close(self) -> None:
+        """Close the connection, whatever is under way."""
         self._closing = True
         if self._transport is not None:
             self._transport.close()

@@ -29,6 +29,7 @@ class SmallAnswer:
 
     @property
     def is_good(self) -> bool:
+        """`is_good` tells an answer that is whole and 2xx from others."""
         return self.is_whole and 200 <= self.status < 300
 
     # httptools callbacks

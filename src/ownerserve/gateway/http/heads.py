@@ -99,10 +99,12 @@ class RequestHead(msgspec.Struct, frozen=True):
 
     @property
     def bytes_held(self) -> int:
+        """`bytes_held` counts what the head takes in memory."""
         return len(self.target) + len(self.lines)
 
     @property
     def tenant(self) -> str:
+        """`tenant` names whose request it is, by its key."""
         special = self.special
         return tenant_of(special.get(b"authorization") or special.get(b"x-api-key"))
 
@@ -224,6 +226,7 @@ class ResponseHead(msgspec.Struct, frozen=True):
 
     @property
     def ends_by_close(self) -> bool:
+        """`ends_by_close` tells whether only the connection's end ends the body."""
         return not self.chunked and self.length is None and self.status not in (204, 304)
 
     def to_client(self, stamp: bytes) -> bytes:

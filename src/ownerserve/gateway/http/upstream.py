@@ -124,8 +124,13 @@ class BodySink(Protocol):
     """A body sink gets an answer's body as it comes. After an end of any kind it hears nothing
     more."""
 
-    def answer_bytes(self, data: bytes) -> None: ...
-    def answer_end(self, tail: bytes) -> None: ...
+    def answer_bytes(self, data: bytes) -> None:
+        """Take in a part of the body."""
+        ...
+
+    def answer_end(self, tail: bytes) -> None:
+        """Take in the body's end; `tail` are its last bytes."""
+        ...
 
     def answer_broken(self) -> None:
         """Hear that the answer stops in its middle."""
@@ -186,6 +191,7 @@ class UpstreamConnection(asyncio.Protocol):
             transport.pause_reading()
 
     def resume(self) -> None:
+        """Go on reading the answer."""
         transport = self._transport
         if self._paused and transport is not None and not transport.is_closing():
             self._paused = False
@@ -207,6 +213,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._was_silent = True
 
     def close(self) -> None:
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 

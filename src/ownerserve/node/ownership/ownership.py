@@ -282,6 +282,7 @@ class Ownership:
 
     @property
     def phase(self) -> OwnerPhase:
+        """`phase` is where the unit stands with the directory."""
         return self.owner.phase
 
     # ---- the thread

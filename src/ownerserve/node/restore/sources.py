@@ -339,6 +339,7 @@ class RecordRead(msgspec.Struct, frozen=True):
 
     @property
     def is_point(self) -> bool:
+        """`is_point` tells point state from range state."""
         return self.first == self.end
 
 

@@ -62,6 +62,7 @@ class SoftLedger:
 
     @property
     def sessions(self) -> int:
+        """`sessions` counts those that have a soft reference."""
         return len(self._sessions)
 
     def wants(self, block: SoftBlock) -> bool:

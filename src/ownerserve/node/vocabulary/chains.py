@@ -217,6 +217,7 @@ class Plain(msgspec.Struct, frozen=True):
 
     @property
     def count(self) -> int:
+        """`count` is how many tokens the prompt has."""
         return len(self.tokens) // TOKEN_BYTES
 
     def digest_at(self, tokens: int) -> bytes | None:

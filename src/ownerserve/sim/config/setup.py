@@ -50,6 +50,7 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def any(self) -> bool:
+        """`any` tells whether there is a tier below the device."""
         return bool(self.host_bytes or self.disk_bytes or self.remote_bytes)
 
 

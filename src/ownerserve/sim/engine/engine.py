@@ -77,10 +77,12 @@ class SimEngine:
 
     @property
     def running(self) -> int:
+        """`running` counts the sequences that run."""
         return len(self.decoding) + len(self.prefilling)
 
     @property
     def waiting(self) -> int:
+        """`waiting` counts the sequences that wait."""
         return len(self._waiting)
 
     @property

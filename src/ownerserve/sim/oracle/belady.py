@@ -36,6 +36,7 @@ class ReuseBound(msgspec.Struct, frozen=True):
 
     @property
     def cached_token_share(self) -> float:
+        """`cached_token_share` is the share of prompt tokens that need no compute."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 

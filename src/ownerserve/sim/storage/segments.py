@@ -38,6 +38,7 @@ class Segments:
 
     @property
     def written_bytes(self) -> int:
+        """`written_bytes` counts what was written to the drive."""
         return self.appended_bytes + self.compacted_bytes
 
     @property

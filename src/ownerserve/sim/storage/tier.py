@@ -81,10 +81,12 @@ class SimTier:
 
     @property
     def used_bytes(self) -> int:
+        """`used_bytes` counts the bytes of the records that are kept."""
         return sum(used.stored_bytes for used in self._standing.values())
 
     @property
     def records(self) -> int:
+        """`records` counts the records that are kept."""
         return sum(len(held) for held in self._held.values())
 
     def get(self, id_: bytes) -> Listed | None:

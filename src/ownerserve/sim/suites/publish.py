@@ -55,10 +55,12 @@ class EvaluationReport(msgspec.Struct, frozen=True):
 
     @property
     def claims(self) -> list[Claim]:
+        """`claims` are those of all experiments, in order."""
         return [claim for one in self.published for claim in one.claims]
 
     @property
     def failures(self) -> list[PublishedExperiment]:
+        """`failures` are the experiments that ended in an error."""
         return [one for one in self.published if one.error]
 
 

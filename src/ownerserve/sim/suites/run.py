@@ -51,6 +51,7 @@ class Work(msgspec.Struct, frozen=True):
 
     @property
     def measurements(self) -> dict[Measurement, None]:
+        """`measurements` are those that the experiments need, each once, in order."""
         return dict.fromkeys(job for job in self._each() if isinstance(job, Measurement))
 
     @property

@@ -32,7 +32,9 @@ class WorkerNode(Protocol):
 
     inventory: Inventory
 
-    def handle(self, event: Event, now: float) -> None: ...
+    def handle(self, event: Event, now: float) -> None:
+        """Take an event in and perform what follows."""
+        ...
 
     def look(self, now: float) -> None:
         """Note that the cache has taken or given room."""
@@ -130,6 +132,7 @@ class SimWorker:
 
     @property
     def cache(self) -> HeteroCache:
+        """`cache` is the worker's own cache."""
         return self.machine.cache
 
     def resident_units(self, prompt: Packed) -> int:

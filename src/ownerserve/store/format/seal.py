@@ -131,8 +131,13 @@ class AesGcmSeal(Blake3Seal):
 class Aead(Protocol):
     """Aead is what we use of cryptography's AESGCM."""
 
-    def encrypt(self, nonce: bytes, data: memoryview, aad: bytes) -> bytes: ...
-    def decrypt(self, nonce: bytes, data: bytes, aad: bytes) -> bytes: ...
+    def encrypt(self, nonce: bytes, data: memoryview, aad: bytes) -> bytes:
+        """Return `data` encrypted, with its tag."""
+        ...
+
+    def decrypt(self, nonce: bytes, data: bytes, aad: bytes) -> bytes:
+        """Return `data` decrypted. Raises when the tag is not that of `data` and `aad`."""
+        ...
 
 
 def _aesgcm(key: bytes) -> Aead:

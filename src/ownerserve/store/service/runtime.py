@@ -191,6 +191,7 @@ class WallClock:
     """
 
     def now(self) -> float:
+        """Return the system's time, in seconds since 1970."""
         return time.time()
 
 

@@ -116,6 +116,7 @@ class CodingAgent:
 
     @property
     def options(self) -> Options:
+        """`options` are what the workload was asked for."""
         return self._options
 
     def _head(self, draws: Draws) -> Head:

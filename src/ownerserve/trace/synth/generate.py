@@ -27,7 +27,9 @@ from ownerserve.trace.synth.rollouts import Rollouts
 class Maker(Protocol):
     """A maker makes the sessions of one workload, in order."""
 
-    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession: ...
+    def session(self, number: int, weight: float, *, rng: np.random.Generator) -> TraceSession:
+        """Make session `number`, whose share of the arrivals is `weight`."""
+        ...
 
 
 class Workload(NamedTuple):

@@ -132,6 +132,7 @@ class Inbox:
 
     @property
     def closed_because(self) -> str | None:
+        """`closed_because` says why nobody takes commands any more; None while somebody does."""
         return self._closed_because
 
     def put(self, command: Command) -> None:
@@ -317,6 +318,7 @@ class RequestStream:
         self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
 
     def push(self, event: StreamEvent) -> None:
+        """Append an event for the stream's reader."""
         self._events.put_nowait(event)
 
     async def next(self) -> StreamEvent:

@@ -260,6 +260,7 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
+        """`body` is the error in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 429 else "server_error"
         fields = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": fields}

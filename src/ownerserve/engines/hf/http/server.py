@@ -88,6 +88,7 @@ class Endpoints:
         self._started_s = int(time.time())
 
     def routes(self) -> list[Route]:
+        """Return the routes, each with its method."""
         return [
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -100,6 +101,7 @@ class Endpoints:
         ]
 
     async def models(self, http: HttpRequest) -> Response:
+        """Answer the list of the one model that is served."""
         facts = self._worker.facts
         model = {
             "id": facts.model,
@@ -125,6 +127,7 @@ class Endpoints:
         return json_response(msgspec.structs.replace(status, profile=profile))
 
     async def cache(self, http: HttpRequest) -> Response:
+        """Answer the cache's counters and levels, as the engine thread gives them."""
         return json_response(await self._in_time(self._worker.engine.cache(HEALTH_TIMEOUT_S)))
 
     async def inventory(self, http: HttpRequest) -> Response:
@@ -136,18 +139,21 @@ class Endpoints:
         return json_response(await self._in_time(page))
 
     async def metrics(self, http: HttpRequest) -> Response:
+        """Answer the Prometheus metrics."""
         content = self._worker.metrics.render()
         with suppress(EngineDead, TimeoutError):  # the rest is still worth a scrape
             content += render(await self._worker.engine.cache(HEALTH_TIMEOUT_S))
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def chat(self, http: HttpRequest) -> Response:
+        """Answer a chat completion, whole or as a stream."""
         body = parse_body(await _read_body(http), ChatBody)
         prompt = await asyncio.to_thread(chat_prompt, body, self._worker.codec)
         request = await self._request(http, body, prompt)
         return await self._answer(http, body, ChatFormat(*self._form("chatcmpl", body, request)))
 
     async def completions(self, http: HttpRequest) -> Response:
+        """Answer a text completion, whole or as a stream."""
         body = parse_body(await _read_body(http), CompletionBody)
         prompt = await asyncio.to_thread(completion_prompt, body, self._worker.codec)
         request = await self._request(http, body, prompt)

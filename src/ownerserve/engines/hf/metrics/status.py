@@ -62,6 +62,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True):
 
     @property
     def unit(self) -> RoutingUnit:
+        """`unit` is the worker in this life, as answers name it."""
         return RoutingUnit(self.worker, 0, Incarnation(self.incarnation))
 
 

@@ -76,12 +76,14 @@ def v4_config(**changes: Any) -> Any:
 
 
 def qwen3_config() -> Any:
+    """Return the config of a tiny Qwen3: dense attention."""
     from transformers import Qwen3Config
 
     return Qwen3Config(**_GQA, num_hidden_layers=4, intermediate_size=128)
 
 
 def gemma3_config() -> Any:
+    """Return the config of a tiny Gemma 3: sliding windows and full layers."""
     from transformers import Gemma3TextConfig
 
     return Gemma3TextConfig(
@@ -95,6 +97,7 @@ def gemma3_config() -> Any:
 
 
 def gptoss_config() -> Any:
+    """Return the config of a tiny gpt-oss: sliding windows and full layers."""
     from transformers import GptOssConfig
 
     return GptOssConfig(
@@ -109,6 +112,7 @@ def gptoss_config() -> Any:
 
 
 def qwen3next_config() -> Any:
+    """Return the config of a tiny Qwen3-Next: recurrent and full layers."""
     from transformers import Qwen3NextConfig
 
     return Qwen3NextConfig(

@@ -223,6 +223,7 @@ class Scheduler:
 
     @property
     def limits(self) -> SchedulerLimits:
+        """`limits` are what the scheduler may let run and wait."""
         return self._limits
 
     def load(self) -> SchedulerLoad:

@@ -206,6 +206,7 @@ class StepPlan(msgspec.Struct):
 
     @property
     def prefill_tokens(self) -> int:
+        """`prefill_tokens` counts the prompt tokens that the step computes."""
         return sum(len(chunk.tokens) for chunk in self.chunks)
 
 

@@ -79,9 +79,11 @@ class DevicePool:
         return self._rows[:, self._spans[section]]
 
     def copy(self, source: int, target: int) -> None:
+        """Copy the bytes of slot `source` into slot `target`."""
         self._rows[self._checked(target)] = self._rows[self._checked(source)]
 
     def clear(self, slot: int) -> None:
+        """Zero the slot."""
         self._rows[self._checked(slot)] = 0
 
     def read(self, slot: int) -> bytes:
@@ -145,6 +147,7 @@ class Pools:
         self.state = DevicePool(states.live_sections, slots=state_slots, device=device)
 
     def component(self, name: str) -> DevicePool:
+        """Return the pool of a component."""
         return self._components[name]
 
     def perform(self, effect: Effect) -> None:
@@ -250,6 +253,7 @@ class ForwardRows:
 
     @property
     def rows(self) -> int:
+        """`rows` counts the sequences of the forward."""
         return len(self.starts)
 
     def kept_window(self, window_tokens: int) -> int:

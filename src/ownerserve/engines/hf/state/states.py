@@ -73,10 +73,12 @@ class StateTensor(msgspec.Struct, frozen=True):
 
     @property
     def payload_bytes(self) -> int:
+        """`payload_bytes` counts the bytes that are information."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def padded_bytes(self) -> int:
+        """`padded_bytes` counts what it takes in a slot, alignment included."""
         return -(-self.payload_bytes // PART_ALIGN_BYTES) * PART_ALIGN_BYTES
 
 
@@ -90,10 +92,12 @@ class ComponentTensors(msgspec.Struct, frozen=True):
 
     @property
     def slot_bytes(self) -> int:
+        """`slot_bytes` counts what a slot occupies, alignment included."""
         return sum(part.padded_bytes for part in self.parts)
 
     @property
     def payload_bytes(self) -> int:
+        """`payload_bytes` counts what of a slot is information."""
         return sum(part.payload_bytes for part in self.parts)
 
 
@@ -128,10 +132,12 @@ class ModelStates(msgspec.Struct, frozen=True):
 
     @property
     def range_sections(self) -> tuple[ComponentTensors, ...]:
+        """`range_sections` are the components of range state."""
         return tuple(s for s in self.sections if s.coverage is Coverage.RANGE)
 
     @property
     def point_sections(self) -> tuple[ComponentTensors, ...]:
+        """`point_sections` are the components of point state."""
         return tuple(s for s in self.sections if s.coverage is Coverage.POINT)
 
     @property
