@@ -12,7 +12,7 @@ import pytest
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.payload import PayloadPart
+from ownerserve.kv.frame import PayloadPart
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.storage.backing import NodeTiers
@@ -51,7 +51,7 @@ STATE = np.random.default_rng(7).standard_normal((2, LAYERS, UNITS * B, WIDTH)).
 
 
 def canonical() -> bytes:
-    """The record as kv.payload says it: unit by unit, part by part, layer by layer."""
+    """The record as kv.frame says it: unit by unit, part by part, layer by layer."""
     blocks = STATE.reshape(2, LAYERS, UNITS, B, WIDTH)
     return b"".join(
         blocks[part, layer, unit].tobytes()

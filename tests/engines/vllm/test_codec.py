@@ -16,7 +16,7 @@ from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
-from ownerserve.kv.payload import DENSE, WINDOW
+from ownerserve.kv.frame import DENSE, WINDOW
 from tests.support.vllm_parts import specs
 
 pytestmark = pytest.mark.engine

@@ -353,7 +353,7 @@ def name_of(worker: Any, *, model: str, engine_args: dict[str, Any]) -> str:
     from vllm.engine.arg_utils import EngineArgs
 
     from ownerserve.engines.vllm.identity import identity_of
-    from ownerserve.kv.payload import Payload
+    from ownerserve.kv.frame import Payload
     from tests.support.vllm.worker import DEFAULTS
 
     arguments = {**DEFAULTS, **engine_args}

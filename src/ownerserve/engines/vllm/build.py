@@ -30,9 +30,9 @@ from ownerserve.engines.vllm.settings import ConnectorSettings, decode
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.frame import CONV, DENSE, FORMAT, RECURRENT, WINDOW
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
-from ownerserve.kv.payload import CONV, DENSE, FORMAT, RECURRENT, WINDOW
 from ownerserve.kv.prefix import Identity
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.hosted_state import HostedNodeState

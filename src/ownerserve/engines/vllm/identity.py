@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.engines.vllm import compat
-from ownerserve.kv.payload import Payload
+from ownerserve.kv.frame import Payload
 from ownerserve.kv.prefix import SALT_BYTES, Identity, Numerics
 from ownerserve.node.storage.model_config import canonical, config_facts, state_facts
 from ownerserve.node.storage.weights import weight_files_digest

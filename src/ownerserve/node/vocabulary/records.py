@@ -22,8 +22,8 @@ import msgspec
 
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.frame import ITEM_BYTES, PayloadPart
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.payload import ITEM_BYTES, PayloadPart
 from ownerserve.kv.prefix import ArtifactIds, ArtifactKey, Identity, PointKey, RangeKey
 from ownerserve.kv.specs import Coverage
 from ownerserve.store.format.convert import ByteOrder, PayloadLayout
@@ -31,7 +31,7 @@ from ownerserve.store.format.model import ID_BYTES, SHARED, ArtifactKind, Meta, 
 
 # ---- how a record's bytes lie, as the store's reader can convert them
 #
-#     kv.payload       | part 0, layer 0 | layer 1 | ... | part 1, layer 0 | ...
+#     kv.frame         | part 0, layer 0 | layer 1 | ... | part 1, layer 0 | ...
 #     store.convert    | page 0          | page 1  | ... | page L          | ...
 #
 # What is stored is the canonical payload: the engine named in a description is its format, and its

@@ -25,7 +25,7 @@ from ownerserve.engines.hf.state.states import describe
 from ownerserve.engines.hf.state.v4 import borrow
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
-from ownerserve.kv.payload import PayloadPart
+from ownerserve.kv.frame import PayloadPart
 from ownerserve.plan.inputs import ModelState
 
 ALL_LOGITS = 0

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 from ownerserve.engines.hf.model.checkpoint import LoadedCheckpoint
 from ownerserve.engines.hf.model.runner import ModelRunner
-from ownerserve.kv.payload import FORMAT
+from ownerserve.kv.frame import FORMAT
 from ownerserve.kv.prefix import SALT_BYTES, Identity, Numerics
 from ownerserve.node.storage.model_config import canonical, config_facts, state_facts
 from ownerserve.node.storage.weights import weight_files_digest

@@ -23,7 +23,7 @@ import torch
 from ownerserve.cache.layout import Component, Layout, Tail
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.payload import PayloadPart, PayloadSection, payload_digest
+from ownerserve.kv.frame import PayloadPart, PayloadSection, payload_digest
 from ownerserve.kv.specs import Coverage
 from ownerserve.plan.inputs import ModelState
 
@@ -167,7 +167,7 @@ class ModelStates(msgspec.Struct, frozen=True):
         )
 
     def payload_parts(self) -> dict[str, tuple[PayloadPart, ...]]:
-        """Return the arrays of each kept section, in the words of kv.payload."""
+        """Return the arrays of each kept section, in the words of kv.frame."""
         return {
             section.name: tuple(
                 PayloadPart(part.name, part.shape, str(part.dtype).removeprefix("torch."))

@@ -2,7 +2,7 @@
 
     page of a layer   [blocks, heads, tokens, keys | values]       logical, whatever lies beneath
     on a CPU          [blocks, heads, keys of all tokens, then values], keys in the kernel's order
-    payload           kv.payload: [layers, tokens, heads, dim], keys and values apart
+    payload           kv.frame: [layers, tokens, heads, dim], keys and values apart
     pages as bytes    rows of `packed`, [blocks, bytes of the pages that touch]
 
 Every layer, or row, gets strided views of its page once; a copy is then plain tensor copies.
@@ -22,7 +22,7 @@ from ownerserve.engines.vllm.layout.packed import PageRun
 from ownerserve.engines.vllm.layout.shape import ComponentMap, StateShape
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
-from ownerserve.kv.payload import CONV, MLA, RECURRENT, WINDOW, WINDOW_PAGES, PayloadPart
+from ownerserve.kv.frame import CONV, MLA, RECURRENT, WINDOW, WINDOW_PAGES, PayloadPart
 from ownerserve.kv.specs import Coverage
 
 Piece = tuple[Tensor, tuple[Tensor, Any], Any]

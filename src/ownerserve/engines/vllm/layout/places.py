@@ -12,7 +12,7 @@ import msgspec
 
 from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.worker_commands import BlockPlace, Tables
-from ownerserve.kv.payload import WINDOW, WINDOW_PAGES
+from ownerserve.kv.frame import WINDOW, WINDOW_PAGES
 from ownerserve.node.vocabulary.events import Filling, StoreCopy
 
 NOT_OURS = -1

@@ -1,7 +1,7 @@
 """A shape says what vLLM keeps for a model, as components: from its KV cache groups to the
 canonical payload.
 
-    component   kv.payload's sections: dense, swa, mla, conv, recurrent; pages, window_pages
+    component   kv.frame's sections: dense, swa, mla, conv, recurrent; pages, window_pages
     group       vLLM's: layers that share a block table. One component may be in several of them
 
 Owns the translation. State whose pages have no canonical payload is kept as bytes (`packed`): other
@@ -24,7 +24,7 @@ from ownerserve.engines.vllm.layout import packed
 from ownerserve.engines.vllm.layout.packed import LayerPages, PageRun
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.payload import (
+from ownerserve.kv.frame import (
     CONV,
     DENSE,
     MLA,

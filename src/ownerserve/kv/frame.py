@@ -1,4 +1,4 @@
-"""The canonical payload says which bytes stand for a model's state, whatever engine computed them.
+"""The canonical frame says which bytes stand for a model's state, whatever engine computed them.
 
 A stored record is one unit of bytes for each slot of one component:
 
@@ -13,8 +13,9 @@ A stored record is one unit of bytes for each slot of one component:
     csa_main, csa_index, csa_overlap, hca: DeepSeek-V4's, as engines.hf.state shapes them
     pages, window_pages            [rows, blocks, bytes]   one engine's own bytes, for it alone
 
-Rows that no token has reached are zero. Engines translate between this and their own pages; two
-that agree on `payload_digest` (and on the rest of an Identity) read each other's records.
+Rows that no token has reached are zero. Two engines that agree on `payload_digest` (and on the rest
+of an Identity) read each other's records. No engine knows another's pages: each one translates
+between this frame and its own memory alone. The hf engine's slots have the frame's bytes.
 """
 
 from __future__ import annotations
