@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from ownerserve.node.storage.backing import open_backing
 from ownerserve.store.format.model import ReadHit, Want, WriteDone
-from ownerserve.store.tiers.backend import put
+from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.buffers import BufferPool
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.pinned import PinnedMemory
@@ -53,6 +55,26 @@ def test_memory_that_can_not_be_locked_is_used_as_it_is(clock, samples, caplog):
     assert samples.read(tier, 0, 1) == [samples.payload(0), samples.payload(1)]
     assert memory.counters["unpinned_bytes"] > 0
     assert len([r for r in caplog.records if "page-locked" in r.message]) == 1
+
+
+def test_a_store_without_a_host_cache_lands_in_locked_memory(tmp_path, samples):
+    """What goes to the device and comes from it passes the disk's buffers: by default they are
+    what a DMA reaches without a bounce."""
+    cuda = FakeCuda()
+    backing = open_backing(tmp_path, 0, cuda=cuda)
+    assert backing is not None
+    payload = samples.payload(0)
+    reserved = backing.tiers.reserve(samples.meta(0), len(payload))
+    assert isinstance(reserved, Reservation)
+    address = np.frombuffer(reserved.payload, np.uint8).ctypes.data
+    assert any(0 <= address - first < size for first, size in cuda.registered.items())
+    reserved.payload[:] = payload
+    backing.tiers.commit([reserved])
+    outcome = backing.tiers.read([Want(samples.meta(0).id)])
+    assert isinstance(outcome, ReadHit)
+    address = np.frombuffer(outcome.parts[0].data, np.uint8).ctypes.data
+    assert any(0 <= address - first < size for first, size in cuda.registered.items())
+    backing.close()
 
 
 @pytest.mark.gpu

@@ -242,9 +242,9 @@ def open_backing(
 ) -> Backing | None:
     """Open host memory of `host_bytes` (0: none) over the store at `directory` (None: none) over
     the shared medium `remote` (None: none), written as `write` says, tidied every `upkeep_s`
-    seconds (0: never). `cuda` is the runtime that page-locks the host memory. `buffer_bytes` is
-    what writers may have reserved at once on disk: until it is durable it is in the tier's own
-    memory. None: there is no tier. `media` has the words.
+    seconds (0: never). `cuda` is the runtime that page-locks the host memory, that of the disk's
+    buffers too. `buffer_bytes` is what writers may have reserved at once on disk: until it is
+    durable it is in the tier's own memory. None: there is no tier. `media` has the words.
 
     A medium that does not let the store be opened is one warning: the worker serves without it.
     Raises InvalidInput for what the operator can mend (another writer, another format).
@@ -252,8 +252,8 @@ def open_backing(
     write_policy(write)  # before anything is opened
     clock = WallClock()
     tiers: list[TierBackend] = []
+    memory = None if cuda is None else PinnedMemory(cuda)
     if host_bytes:
-        memory = None if cuda is None else PinnedMemory(cuda)
         pool = BufferPool(2 * (host_bytes + CHUNK), max(host_bytes, GIB // 4), memory=memory)
         tiers.append(MemoryTier(clock, split(host_bytes), landing=pool, order=by_utility))
     openers = (
@@ -264,7 +264,7 @@ def open_backing(
                 clock,
                 options=DiskOptions(),
                 # A reservation is padded by up to a quarter, and readers have buffers beside them.
-                landing=BufferPool(max(BUFFERS_BYTES, 2 * buffer_bytes)),
+                landing=BufferPool(max(BUFFERS_BYTES, 2 * buffer_bytes), memory=memory),
             )
         ),
         lambda: remote and open_remote(remote, clock),

@@ -185,7 +185,7 @@ class Saver:
         if not isinstance(reserved, Reservation):
             return reserved
         try:
-            with self._stream.after(ready):
+            with self._stream.copying_out(ready):
                 self._codec.read(save.place, reserved.payload)
         except BaseException:
             self._tiers.abort(reserved)

@@ -1,24 +1,34 @@
-"""A copy stream orders our copies behind the engine's stream. On a CPU there is nothing to
-order."""
+"""Copy streams order our copies behind the engine's stream. On a CPU there is nothing to order.
+
+However a copy ends, also by an exception, its context is left when nothing of it is queued any
+more: who reports a failed load gives its blocks back, and nobody may write there then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
 
 class CopyStream(Protocol):
-    """A `CopyStream` is where copies run beside the engine's work."""
+    """A `CopyStream` is where copies run beside the engine's work: those out of blocks and those
+    into blocks beside one another."""
 
     def mark(self) -> Any:
         """Return a mark of what the engine has queued so far; called on the engine's thread."""
         ...
 
-    def after(self, mark: Any) -> Any:
-        """Return a context whose copies run after `mark`, and are done when it is left."""
+    def copying_out(self, mark: Any) -> AbstractContextManager[None]:
+        """Return a context whose copies out of blocks run after `mark`, and are over when it is
+        left."""
+        ...
+
+    def copying_in(self, mark: Any) -> AbstractContextManager[None]:
+        """Return a context whose copies into blocks run after `mark`, and are over when it is
+        left."""
         ...
 
 
@@ -29,31 +39,46 @@ class HostStream:
         return None
 
     @contextmanager
-    def after(self, mark: None) -> Iterator[None]:
+    def copying_out(self, mark: None) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def copying_in(self, mark: None) -> Iterator[None]:
         yield
 
 
 class CudaStream:
-    """A `CudaStream` is a stream of our own, so that the engine's is never waited for by its
-    thread."""
+    """A `CudaStream` is two streams of our own, one a direction, so that a save does not wait for a
+    load and the engine's stream is never waited for by its thread. Who waits for a copy sleeps."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Any:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    @contextmanager
-    def after(self, mark: Any) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
+    def copying_out(self, mark: Any) -> AbstractContextManager[None]:
+        return _over_when_left(self._out, mark)
+
+    def copying_in(self, mark: Any) -> AbstractContextManager[None]:
+        return _over_when_left(self._in, mark)
+
+
+@contextmanager
+def _over_when_left(stream: Any, mark: Any) -> Iterator[None]:
+    """Run what is inside on `stream` behind `mark`, and wait, asleep, until all of it is done."""
+    with torch.cuda.stream(stream):
+        stream.wait_event(mark)
+        try:
             yield
-            done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(self._stream)
-        done.synchronize()
+        finally:
+            done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(stream)
+            done.synchronize()
 
 
 def host_runtime(device: torch.device) -> Any:
@@ -63,5 +88,5 @@ def host_runtime(device: torch.device) -> Any:
 
 
 def stream_of(device: torch.device) -> CopyStream:
-    """Return the stream for caches on `device`."""
+    """Return the streams for caches on `device`."""
     return CudaStream(device) if device.type == "cuda" else HostStream()

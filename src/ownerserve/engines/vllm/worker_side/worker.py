@@ -183,7 +183,7 @@ class WorkerSide:
         outcome = self._tiers.read(loading.load.wants[first:end])
         if not isinstance(outcome, ReadHit):
             return outcome.reason, outcome.id
-        with self._stream.after(ready):
+        with self._stream.copying_in(ready):
             for place, part in zip(loading.load.places[first:end], outcome.parts, strict=True):
                 self._codec.write(place, part.data)
         return "", b""
