@@ -10,7 +10,7 @@ VLLM_OLDER := .venv-vllm-0.30/.vllm-0.30.0 .venv-vllm-0.31/.vllm-0.31.0
 LMCACHE    := .venv-lmcache/.lmcache-0.5.6
 DYNAMO     := .venv-dynamo/.dynamo-1.6.1
 
-.PHONY: bench-append bench-decide help setup core demo test test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: bench-append bench-copies bench-decide help setup core demo test test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -71,6 +71,9 @@ bench-decide: setup ## what a routing decision costs, and memory for each sessio
 
 bench-append: setup ## what taking in a turn costs the engine's thread, at 8k to 1M tokens
 	$(BIN)/python benchmarks/run.py append_bench
+
+bench-copies: setup ## KV between vLLM's pages and records, beside memcpy, at the shapes that users run
+	$(BIN)/python benchmarks/run.py kv_copies_bench
 
 bench-vllm: setup $(VLLM) $(LMCACHE) ## ours beside vLLM's own tiers and LMCache, in one run, on the CPU
 	$(BIN)/python benchmarks/run.py vllm_bench

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,3 +279,79 @@ def test_deepseek_v4_on_two_ranks(
     worker.shutdown()
     after = rig.worker("deepseek4", connectors.ours(store), **engine)
     assert after.generate(prompt, max_tokens=1).cached == 1024
+
+
+# ---- rates: what an operator reads before he starts. They print what they measured (-s).
+
+
+def test_copies_come_near_the_bus() -> None:
+    """A record out of scattered blocks and into them, beside a plain copy of as many bytes between
+    the same memories; the device holds its staging memory and nothing more."""
+    run = subprocess.run(
+        [str(vllm_python()), "-m", "tests.support.vllm_parts.rates_child"],
+        env=importing(PACKED_DEVICE="cuda"),
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    print(found)
+    assert found["device"] == "cuda" and found["same"]
+    assert found["grown_bytes"] == 0
+    assert found["save_gb_s"] >= 0.6 * found["plain_out_gb_s"]
+    assert found["load_gb_s"] >= 0.6 * found["plain_in_gb_s"]
+
+
+LONG = 12_000
+ROUNDS = 5
+ROOM: dict[str, Any] = {
+    "max_model_len": LONG + 255,
+    "num_gpu_blocks_override": 2 * (LONG // B) + 40,
+    "max_num_batched_tokens": 2048,
+}
+
+
+def ttft_s(worker: Any, prompt: list[int]) -> float:
+    answer = worker.generate(prompt, max_tokens=1, top=0)
+    return float(answer.ttft_s)
+
+
+def test_a_resume_beside_a_hit_on_the_device(rig: Rig, store: Path) -> None:
+    """TTFT of a session whose blocks are on the device, that comes back from host memory, and that
+    is computed."""
+    settings = connectors.ours(store, restores="always", host_cache_bytes=2 << 30)
+    worker = rig.worker("qwen3", settings, **PLAIN, **ROOM)
+    ttft_s(worker, tiny.prompt(64, seed=1))
+    computed, resident, resumed = [], [], []
+    for number in range(ROUNDS):
+        prompt = tiny.prompt(LONG, seed=120 + number)
+        computed.append(ttft_s(worker, prompt))
+        settle(worker)
+        resident.append(ttft_s(worker, prompt))
+        worker.ask("reset")
+        again = worker.generate(prompt, max_tokens=1, top=0)
+        assert again.cached >= (LONG - 1) // B * B
+        resumed.append(again.ttft_s)
+        settle(worker)
+        worker.ask("reset")
+    found = {
+        "computed_ms": statistics.median(computed) * 1e3,
+        "resident_ms": statistics.median(resident) * 1e3,
+        "resumed_ms": statistics.median(resumed) * 1e3,
+    }
+    print(found)
+    assert found["resident_ms"] <= found["resumed_ms"] < found["computed_ms"]
+
+
+def test_saves_hardly_slow_a_prefill(rig: Rig, store: Path) -> None:
+    """The same prompts computed with a connector that saves all of them, and without one."""
+    medians = {}
+    for name, settings in (("saving", connectors.ours(store)), ("alone", {})):
+        worker = rig.worker("qwen3", settings, **PLAIN, **ROOM)
+        ttft_s(worker, tiny.prompt(64, seed=1))
+        took = [ttft_s(worker, tiny.prompt(LONG, seed=140 + n)) for n in range(ROUNDS)]
+        medians[name] = statistics.median(took) * 1e3
+        worker.kill()
+    print(medians)
+    assert medians["saving"] <= 1.1 * medians["alone"]

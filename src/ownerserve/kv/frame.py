@@ -14,8 +14,9 @@ A stored record is one unit of bytes for each slot of one component:
     pages, window_pages            [rows, blocks, bytes]   one engine's own bytes, for it alone
 
 Rows that no token has reached are zero. Two engines that agree on `payload_digest` (and on the rest
-of an Identity) read each other's records. No engine knows another's pages: each one translates
-between this frame and its own memory alone. The hf engine's slots have the frame's bytes.
+of an Identity) read each other's records. No engine knows another's pages: each one says
+where its own memory has what the frame has, by a `Lane` for each part of each layer, and copies by
+that. The hf engine's slots have the frame's bytes as they are.
 """
 
 from __future__ import annotations
@@ -107,6 +108,52 @@ class PayloadSection(msgspec.Struct, frozen=True):
     def layers(self) -> int:
         """Count the layers that the section has."""
         return self.parts[0].shape[0]
+
+    def offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Return where each part's each layer begins in a unit, in bytes."""
+        found, at = [], 0
+        for part in self.parts:
+            layers = part.shape[0]
+            found.append(tuple(at + n * (part.payload_bytes // layers) for n in range(layers)))
+            at += part.padded_bytes
+        return tuple(found)
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """A `Lane` is where an engine keeps one part of one layer.
+
+    block b of the part    begins at address + b * block_bytes
+    inside a block         counts: the axes as they follow one another in the frame; strides: bytes
+                           from one to the next in the engine's memory; an axis may be cut in two
+
+    `address` is a place in memory and not in the frame; `item_bytes` is the size of a scalar.
+    """
+
+    address: int
+    block_bytes: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of one block of the part."""
+        return math.prod(self.counts) * self.item_bytes
+
+    @property
+    def span_bytes(self) -> int:
+        """Return the bytes from the first to the last that a block of the part touches."""
+        axes = zip(self.counts, self.strides, strict=True)
+        return self.item_bytes + sum((count - 1) * stride for count, stride in axes)
+
+    def rows(self) -> tuple[tuple[tuple[int, int], ...], int]:
+        """Return a block of the part as rows that lie in one piece on both sides: the axes that
+        count them, each as (count, stride), and the bytes of a row."""
+        axes = [axis for axis in zip(self.counts, self.strides, strict=True) if axis[0] > 1]
+        row_bytes = self.item_bytes
+        while axes and axes[-1][1] == row_bytes:
+            row_bytes *= axes.pop()[0]
+        return tuple(axes), row_bytes
 
 
 class Payload(msgspec.Struct, frozen=True):

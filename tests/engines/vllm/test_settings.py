@@ -40,6 +40,7 @@ def test_each_rank_has_its_shard(tmp_path: Path) -> None:
         ({"store": "x", "soft_reference": {"ttl": 1}}, "did you mean soft_reference.ttl_s"),
         ({"store": "x", "readers": 0}, "readers: 0"),
         ({"store": "x", "save_buffer_bytes": -1}, "save_buffer_bytes: -1"),
+        ({"store": "x", "staging_bytes": 0}, "staging_bytes: 0"),
         ({"store": "x", "host_cache_bytes": "1GB"}, "host_cache_bytes"),
         ({"store": "x", "checkpoints": "often"}, "use one of turn-end"),
         ({"store": "x", "restores": "never"}, "use one of by-cost, always"),

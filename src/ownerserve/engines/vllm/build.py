@@ -330,6 +330,7 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
         num_blocks=parts.kv_cache_config.num_blocks,
         key_orders=orders,
         transposed=[name for name, swapped in lies_swapped.items() if swapped],
+        staging_bytes=parts.settings.staging_bytes,
     )
     directory = parts.settings.store_of(rank=rank, world=parts.world)
     cache_bytes, cuda = parts.settings.host_cache_bytes, host_runtime(device)

@@ -51,6 +51,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     copy_bytes          most bytes of KV that are held in the pool until they are copied
     save_buffer_bytes   most host memory of each rank for bytes that are copied and not durable yet;
                         0: four times copy_bytes
+    staging_bytes       memory of a GPU through which KV is copied, half for each direction; a CPU
+                        needs none
     readers             threads that read, verify and write back
     worker_id           what the worker calls itself, unlike any other of its fleet; empty: vLLM's
                         engine_id
@@ -71,6 +73,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     checkpoints: str = "turn-end"
     copy_bytes: int = 256 * MIB
     save_buffer_bytes: int = 0
+    staging_bytes: int = 64 * MIB
     readers: int = 2
     worker_id: str = ""
     directory: str = ""
@@ -85,7 +88,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise InvalidInput("store", "is empty", "name a directory")
         if not 0 <= self.rpc_port <= LAST_PORT:
             raise InvalidInput("rpc_port", f"{self.rpc_port}", f"use 0 to {LAST_PORT}")
-        for field in ("copy_bytes", "readers"):
+        for field in ("copy_bytes", "staging_bytes", "readers"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
         sizes = ("host_cache_bytes", "save_buffer_bytes", "block_tokens", "record_blocks")

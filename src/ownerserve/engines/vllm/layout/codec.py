@@ -1,33 +1,43 @@
-"""The codec copies between vLLM's pages and the canonical payload. Owns no memory and no block.
+"""The codec says where vLLM's pages have what the frame has, and copies by that. Owns no block.
 
     page of a layer   [blocks, heads, tokens, keys | values]       logical, whatever lies beneath
     on a CPU          [blocks, heads, keys of all tokens, then values], keys in the kernel's order
-    payload           kv.frame: [layers, tokens, heads, dim], keys and values apart
+    kernel blocks     [n * blocks, heads, tokens / n, ...]         where vLLM's kernels take less
+    frame             kv.frame: [layers, tokens, heads, dim], keys and values apart
     pages as bytes    rows of `packed`, [blocks, bytes of the pages that touch]
 
-Every layer, or row, gets strided views of its page once; a copy is then plain tensor copies.
+Every layer, or row, gets strided views of its page once, and from these a `Lane` of kv.frame; a
+copy is then a list of pieces for `copies`, which moves them all together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ownerserve.engines.vllm.layout.copies import (
+    PAGE_BYTES,
+    Copies,
+    Form,
+    HostCopies,
+    Offsets,
+    Pieces,
+)
+from ownerserve.engines.vllm.layout.device import DeviceCopies
 from ownerserve.engines.vllm.layout.packed import PageRun
 from ownerserve.engines.vllm.layout.shape import ComponentMap, StateShape
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
-from ownerserve.kv.frame import CONV, MLA, RECURRENT, WINDOW, WINDOW_PAGES, PayloadPart
+from ownerserve.kv.frame import CONV, MLA, RECURRENT, WINDOW, WINDOW_PAGES, Lane, PayloadPart
 from ownerserve.kv.specs import Coverage
-
-Piece = tuple[Tensor, tuple[Tensor, Any], Any]
-"""A piece of the payload; the view it is of, with blocks or rows in it; rows of the piece."""
-
+from ownerserve.kv.units import MIB
 
 LATENT_DIMS = 3
 
@@ -45,9 +55,43 @@ class Series(msgspec.Struct, frozen=True):
     def rows(self) -> int:
         return self.view.shape[2]
 
+    def lane(self) -> Lane:
+        """Return the series as kv.frame describes it."""
+        item = self.view.element_size()
+        block, *strides = (stride * item for stride in self.view.stride())
+        shape = tuple(self.view.shape[1:])
+        return Lane(self.view.data_ptr(), block, shape, tuple(strides), item)
+
+
+class Lanes(msgspec.Struct, frozen=True, eq=False):
+    """`Lanes` are layers of one component whose blocks are of one form and in one allocation, in
+    the frame's order. For each: its `begins` in memory and in a unit (`offsets`), and which of
+    `tables` has its blocks: these are groups of the component.
+
+    `form` is what pieces have in common: a block each, or, in a window, one token's row.
+    """
+
+    lane: Lane
+    form: Form
+    begins: Offsets
+    offsets: Offsets
+    tables: tuple[int, ...]
+    which: Offsets
+    fresh: NDArray[np.bool_]
+    block_tokens: int
+
+    def at_tokens(self, blocks: Offsets, inside: Offsets) -> Offsets:
+        """Return where tokens are, [lanes, tokens], given each one's block, [lanes, tokens], and
+        its place in the block."""
+        _, rows = self.lane.counts[:2]
+        tile_bytes, row_bytes = self.lane.strides[:2]
+        within = inside // rows * tile_bytes + inside % rows * row_bytes
+        found: Offsets = self.begins[:, None] + blocks * self.lane.block_bytes + within
+        return found
+
 
 class PageCodec:
-    """A `PageCodec` reads and writes places. Thread-safe: it only makes views."""
+    """A `PageCodec` reads and writes places. Thread-safe: it keeps nothing of a call."""
 
     def __init__(
         self,
@@ -57,11 +101,13 @@ class PageCodec:
         num_blocks: int,
         key_orders: Mapping[str, Sequence[int] | None],
         transposed: Collection[str] = (),
+        staging_bytes: int = 64 * MIB,
     ) -> None:
         """Make the views of `caches`. `key_orders` says, by component, how a block's keys lie
         (compat.cpu_key_order). Raises InvalidInput for pages of another form.
 
-        `transposed`: components whose state lies with its last two axes swapped.
+        `transposed`: components whose state lies with its last two axes swapped. `staging_bytes`
+        of a device are taken where the caches are on one.
         """
         self._shape = shape
         self._num_blocks = num_blocks
@@ -77,19 +123,32 @@ class PageCodec:
             layers = [self._series(name, caches[layer.name], layer.group) for layer in at.layers]
             # By part, then by layer: as a unit lies.
             self._parts[name] = tuple(zip(*layers, strict=True))
+        self._with_holes = {
+            name
+            for name, parts in self._parts.items()
+            if any(series.holes for part in parts for series in part)
+        }
+        self._lanes = {name: self._lanes_of(name) for name in self._parts}
+        views = [part[0].view for parts in self._parts.values() for part in parts]
+        device = views[0].device
+        self._copies: Copies = HostCopies()
+        if device.type != "cpu":
+            self._copies = DeviceCopies(device, staging_bytes)
 
     def _series(self, name: str, cache: Any, group: int) -> tuple[Series, ...]:
         at, blocks = self._shape.components[name], self._num_blocks
-        if not isinstance(cache, Tensor) or cache.shape[0] != blocks:
-            raise InvalidInput("kv cache", f"page {_shape_of(cache)}", "use the default block size")
+        if not isinstance(cache, Tensor) or cache.dim() < LATENT_DIMS or cache.shape[0] % blocks:
+            raise InvalidInput("kv cache", f"page {_shape_of(cache)}", "report this to OwnerServe")
         if name == MLA:
-            return _latent(cache, at, group)
+            return _latent(_by_kernel_block(cache, blocks), at, group)
         if name in (CONV, RECURRENT):
             # One page holds both, packed: the convolution first.
             conv = self._shape.components[CONV].section
             offset = conv.payload_bytes // conv.layers if name == RECURRENT else 0
-            return _state(cache, at, group, offset=offset, is_swapped=name in self._transposed)
-        return _attention(cache, at, group, order=self._key_orders[name])
+            is_swapped = name in self._transposed
+            return _state(cache, at, group, offset=offset, is_swapped=is_swapped)
+        order = self._key_orders[name]
+        return _attention(_by_kernel_block(cache, blocks), at, group, order=order)
 
     def _row(self, name: str, row: PageRun, caches: Mapping[str, Any]) -> Series:
         holes, at = [], 0
@@ -116,33 +175,119 @@ class PageCodec:
         return self._units(place) * self._shape.components[place.component].section.unit_bytes
 
     def read(self, place: BlockPlace, into: memoryview) -> None:
-        """Copy the place's payload into `into`, which has its size."""
-        units = torch.frombuffer(into, dtype=torch.uint8).view(self._units(place), -1)
+        """Copy the place's payload into `into`, which has its size. On a device the copies may
+        still be queued on the current stream."""
         if self._has_gaps(place):
-            units.zero_()
-        for piece, (view, at), rows in self._pairs(place, units):
-            if rows is None:
-                for first, block, count in _runs(at):
-                    piece[first : first + count].copy_(view[block : block + count])
-            else:
-                piece[rows] = view[at].to(piece.device)
-        if self._shape.components[place.component].rows:
-            self._fill_holes(place, units)
+            np.frombuffer(into, np.uint8)[:] = 0
+        for pieces in self._pieces(place):
+            self._copies.gather(pieces, into)
+        if place.component in self._with_holes:
+            self._copies.settle()
+            self._fill_holes(place, torch.frombuffer(into, dtype=torch.uint8))
 
     def write(self, place: BlockPlace, data: memoryview) -> None:
-        """Copy the payload `data` to the place, but for blocks that are not to be written. Raises
-        SpecMismatch when `data` has another length."""
+        """Copy the payload `data` to the place, but for blocks that are not to be written. On a
+        device `data` is needed until the current stream is done. Raises SpecMismatch when `data`
+        has another length."""
         if len(data) != self.size(place):
             raise SpecMismatch(f"{len(data)} bytes for {self.size(place)} of {place.component}")
-        units = _readable(data).view(self._units(place), -1)
-        for piece, (view, at), rows in self._pairs(place, units):
-            if rows is None:
-                for first, block, count in _runs(at):
-                    if block < 0:
-                        continue  # not ours to write: another request may be reading it
-                    view[block : block + count].copy_(piece[first : first + count])
+        for pieces in self._pieces(place):
+            self._copies.scatter(pieces, data)
+
+    # -- pieces --------------------------------------------------------------------------------
+
+    def _lanes_of(self, name: str) -> tuple[Lanes, ...]:
+        at = self._shape.components[name]
+        by_form: dict[Any, list[tuple[Lane, int, Series]]] = {}
+        for layers, starts in zip(self._parts[name], at.section.offsets(), strict=True):
+            for series, offset in zip(layers, starts, strict=True):
+                lane = series.lane()
+                reach = at.reaches[series.group] if at.reaches else 0
+                memory = series.view.untyped_storage().data_ptr()
+                key = (memory, *msgspec.structs.astuple(lane)[1:], series.block_tokens, reach)
+                by_form.setdefault(key, []).append((lane, offset, series))
+        return tuple(self._alike(name, own) for own in by_form.values())
+
+    def _alike(self, name: str, own: Sequence[tuple[Lane, int, Series]]) -> Lanes:
+        lane, _, series = own[0]
+        section, piece = self._shape.components[name].section, lane
+        steps = [lane.block_bytes, section.unit_bytes]
+        if name == WINDOW:
+            counts, strides = lane.counts[2:], lane.strides[2:]
+            piece = msgspec.structs.replace(lane, counts=counts, strides=strides)
+            steps += lane.strides[:2]
+        begins, offsets = [lane.address for lane, _, _ in own], [offset for _, offset, _ in own]
+        base, groups = min(begins), [series.group for _, _, series in own]
+        tables = tuple(dict.fromkeys(groups))
+        end = max(begins) + (self._num_blocks - 1) * lane.block_bytes + lane.span_bytes
+        grid = math.gcd(piece.bytes, *steps, *offsets, *(begin - base for begin in begins))
+        return Lanes(
+            lane,
+            Form(piece, range(base, end), grid=grid),
+            begins=np.array(begins, np.int64),
+            offsets=np.array(offsets, np.int64),
+            tables=tables,
+            which=np.array([tables.index(group) for group in groups], np.int64),
+            fresh=_first_in_page(begins),
+            block_tokens=series.block_tokens,
+        )
+
+    def _pieces(self, place: BlockPlace) -> Iterator[Pieces]:
+        """Yield what there is to copy of a place, as lists of pieces of one form."""
+        ids = [np.array(blocks, np.int64) for blocks in place.blocks]
+        for lanes in self._lanes[place.component]:
+            if place.component == WINDOW:
+                blocks, own, frame = self._window(lanes, place, ids)
             else:
-                view[at] = piece[rows].to(view.device)
+                blocks, own, frame = self._blocks(lanes, place, ids)
+            fresh = None
+            if place.component != WINDOW and _are_scattered(ids):
+                fresh = np.broadcast_to(lanes.fresh[:, None], blocks.shape)
+            ours = blocks >= 0  # others are not ours to write: another request may be reading them
+            if not ours.all():
+                own, frame = own[ours], frame[ours]
+                fresh = fresh[ours] if fresh is not None else None
+            if own.size:
+                fresh = fresh.reshape(-1) if fresh is not None else None
+                yield Pieces(lanes.form, own.reshape(-1), frame.reshape(-1), fresh)
+
+    def _blocks(
+        self, lanes: Lanes, place: BlockPlace, ids: Sequence[Offsets]
+    ) -> tuple[Offsets, Offsets, Offsets]:
+        """Return the blocks of a place, where they are and where in the frame, each as [units,
+        lanes, blocks of a unit]."""
+        units, size = self._units(place), lanes.form.piece_bytes
+        tables = np.stack([ids[group].reshape(units, -1) for group in lanes.tables], axis=1)
+        blocks = tables[:, lanes.which]
+        count = blocks.shape[2]
+        first = 0
+        if place.component == WINDOW_PAGES:
+            # The last block before the boundary is the last of the unit, however few there are.
+            whole = self._shape.components[place.component].reaches[lanes.tables[0]]
+            first = whole // lanes.block_tokens - count
+        own = lanes.begins[:, None] + blocks * lanes.lane.block_bytes
+        unit_bytes = self._shape.components[place.component].section.unit_bytes
+        frame = (
+            (np.arange(units) * unit_bytes)[:, None, None]
+            + lanes.offsets[:, None]
+            + (first + np.arange(count)) * size
+        )
+        return blocks, own, frame
+
+    def _window(
+        self, lanes: Lanes, place: BlockPlace, ids: Sequence[Offsets]
+    ) -> tuple[Offsets, Offsets, Offsets]:
+        """Return the block of each of a window's tokens, where its row is and where in the frame,
+        each as [lanes, tokens], in the order of the ring."""
+        size = lanes.block_tokens
+        tokens = np.arange(place.start, place.end)
+        ring = tokens % (self._shape.payload.window_tokens - 1)
+        order = np.argsort(ring)
+        tokens, ring = tokens[order], ring[order]
+        inside = tokens - place.start // size * size
+        blocks = np.stack([ids[group][inside // size] for group in lanes.tables])[lanes.which]
+        own = lanes.at_tokens(blocks, inside % size)
+        return blocks, own, lanes.offsets[:, None] + ring * lanes.form.piece_bytes
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -165,55 +310,37 @@ class PageCodec:
         )
         return short or at.section.unit_bytes != at.section.payload_bytes
 
-    def _fill_holes(self, place: BlockPlace, units: Tensor) -> None:
+    def _fill_holes(self, place: BlockPlace, frame: Tensor) -> None:
         """Write zeros where a block holds bytes of no layer of its group: what is left there of its
         former holders is nobody's to keep."""
-        for piece, series in self._typed(place, units):
-            for hole in series.holes:
-                piece[..., hole].zero_()
+        at = self._shape.components[place.component].section
+        units = frame.view(self._units(place), -1)
+        offsets = zip(at.parts, at.offsets(), self._parts[place.component], strict=True)
+        for part, starts, layers in offsets:
+            size = part.payload_bytes // part.shape[0]
+            for start, series in zip(starts, layers, strict=True):
+                blocks = units[:, start : start + size].view(len(units), *part.shape[1:])
+                for hole in series.holes:
+                    blocks[..., hole] = 0
 
-    def _pairs(self, place: BlockPlace, units: Tensor) -> Iterator[Piece]:
-        """Yield, for every part and layer, its piece of the payload, where that lies, and, when
-        rows are addressed one by one, which rows of the piece."""
-        for piece, series in self._typed(place, units):
-            yield from self._pieces(place, piece, series)
 
-    def _typed(self, place: BlockPlace, units: Tensor) -> Iterator[tuple[Tensor, Series]]:
-        """Yield every part's every layer: its piece of the payload, [units, ...], and where it
-        lies."""
-        section = self._shape.components[place.component].section
-        offset = 0
-        for part, layers in zip(section.parts, self._parts[place.component], strict=True):
-            data = units[:, offset : offset + part.payload_bytes]
-            offset += part.padded_bytes
-            typed = data.view(_torch_dtype(part)).view(len(units), *part.shape)
-            for layer, series in enumerate(layers):
-                yield typed[:, layer], series
+def _first_in_page(begins: Sequence[int]) -> NDArray[np.bool_]:
+    """Return which begins are the first in their page of memory: a layer's values begin in the page
+    of its keys."""
+    pages = np.array(begins, np.int64) // PAGE_BYTES
+    firsts = np.unique(pages, return_index=True)[1]
+    return np.isin(np.arange(len(pages)), firsts)
 
-    def _pieces(self, place: BlockPlace, piece: Tensor, series: Series) -> Iterator[Piece]:
-        ids = place.blocks[series.group]
-        if place.component in (CONV, RECURRENT):
-            yield piece, (series.view[:, 0, 0], ids), None
-        elif place.component == WINDOW_PAGES:
-            # The last block before the boundary is the last of the unit, however few there are.
-            yield piece[0, piece.shape[1] - len(ids) :], (series.view[:, 0, 0], ids), None
-        elif place.component == WINDOW:
-            positions = torch.arange(place.start, place.end)
-            inside = positions - place.start // series.block_tokens * series.block_tokens
-            blocks = torch.tensor(ids)[inside // series.block_tokens]
-            tokens = inside % series.block_tokens
-            at = (blocks, tokens // series.rows, tokens % series.rows)
-            ring = positions % (self._shape.payload.window_tokens - 1)
-            yield piece[0], (series.view, at), ring
-        else:
-            units, count = len(piece), len(ids) // len(piece)
-            tiles, rows = series.view.shape[1:3]
-            blocks = piece.view(units, count, tiles, rows, *piece.shape[2:])
-            if count == 1:
-                yield blocks[:, 0], (series.view, ids), None
-                return
-            for unit in range(units):  # blocks of two units don't touch in the payload
-                yield blocks[unit], (series.view, ids[unit * count : (unit + 1) * count]), None
+
+def _are_scattered(ids: Sequence[Offsets]) -> bool:
+    """Return whether most of a place's blocks do not follow one another."""
+    breaks = sum(int(np.count_nonzero(np.diff(blocks) != 1)) for blocks in ids)
+    return 2 * breaks > sum(map(len, ids))
+
+
+def _by_kernel_block(cache: Tensor, blocks: int) -> Tensor:
+    """Return a page as [blocks, n, ...]: vLLM may have cut a block of it into n kernel blocks."""
+    return cache.view(blocks, -1, *cache.shape[1:])
 
 
 def _held_bytes(cache: Any, layer: str, offset: int, blocks: int) -> int:
@@ -237,18 +364,22 @@ def _check_type(cache: Tensor, part: PayloadPart) -> None:
 def _attention(
     cache: Tensor, at: ComponentMap, group: int, *, order: Sequence[int] | None
 ) -> tuple[Series, Series]:
-    """Return the keys and values of one layer's page."""
-    num_blocks, tokens = cache.shape[0], at.block_tokens[group]
+    """Return the keys and values of one layer's page, [blocks, n, heads, tokens / n, ...]."""
+    num_blocks, kernel_blocks = cache.shape[:2]
+    tokens, rows = at.block_tokens[group], at.block_tokens[group] // kernel_blocks
     heads, dim = at.section.parts[0].shape[-2:]
     _check_type(cache, at.section.parts[0])
-    if cache.shape[1:] != (heads, tokens, 2 * dim):
-        raise InvalidInput(
-            "kv cache", f"page of {_shape_of(cache)}", f"expected [{heads}, {tokens}, {2 * dim}]"
-        )
+    if kernel_blocks * rows != tokens or cache.shape[2:] != (heads, rows, 2 * dim):
+        expected = f"expected [{heads}, {rows}, {2 * dim}] in {kernel_blocks} kernel blocks"
+        raise InvalidInput("kv cache", f"page of {_shape_of(cache)}", expected)
     if order is None:
-        by_token = cache.transpose(1, 2).unsqueeze(1)
+        by_token = cache.transpose(2, 3)
         keys, values = by_token[..., :dim], by_token[..., dim:]
         return Series(keys, group, tokens), Series(values, group, tokens)
+    if kernel_blocks > 1:
+        raise InvalidInput(
+            "kv cache", f"{kernel_blocks} kernel blocks on a CPU", "use its block size"
+        )
     rows = _tile(order, tokens, dim)
     halves = cache.view(num_blocks, heads, 2, tokens * dim).unbind(2)
     keys = halves[0].view(num_blocks, heads, tokens // rows, dim, rows).permute(0, 2, 4, 1, 3)
@@ -270,13 +401,14 @@ def _tile(order: Sequence[int], tokens: int, dim: int) -> int:
 
 
 def _latent(cache: Tensor, at: ComponentMap, group: int) -> tuple[Series]:
-    """Return the one part of a latent page, [blocks, 1, tokens, dim] or [blocks, tokens, dim]."""
-    page = cache if cache.dim() == LATENT_DIMS else cache[:, 0]
+    """Return the one part of a latent page, [blocks, n, 1, tokens / n, dim] or without the 1."""
+    page = cache if cache.dim() == LATENT_DIMS + 1 else cache[:, :, 0]
     tokens, dim = at.block_tokens[group], at.section.parts[0].shape[-1]
     _check_type(cache, at.section.parts[0])
-    if page.shape[1:] != (tokens, dim):
+    kernel_blocks, rows, width = page.shape[1:]
+    if (kernel_blocks * rows, width) != (tokens, dim):
         raise InvalidInput("kv cache", f"page {_shape_of(page)}", f"expected [{tokens}, {dim}]")
-    return (Series(page.unsqueeze(1), group, tokens),)
+    return (Series(page, group, tokens),)
 
 
 def _state(
@@ -286,7 +418,7 @@ def _state(
     part = at.section.parts[0]
     count, shape = part.payload_bytes // at.section.layers, part.shape[1:]
     pages = cache.squeeze(dim=(1, 2))
-    if cache.dtype != torch.int8 or pages.shape[-1] < offset + count:
+    if cache.dtype != torch.int8 or pages.dim() != 2 or pages.shape[-1] < offset + count:
         raise InvalidInput("kv cache", f"page {_shape_of(cache)}", f"expected {offset + count} B")
     data = pages[:, offset : offset + count].view(_torch_dtype(part))
     lies = (*shape[:-2], shape[-1], shape[-2]) if is_swapped else shape
@@ -295,35 +427,10 @@ def _state(
     return (Series(state[:, None, None], group, at.block_tokens[group]),)
 
 
-def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first index, first block, count) of every run of blocks that follow one another."""
-    first = 0
-    for index in range(1, len(ids) + 1):
-        if index == len(ids) or ids[index] != ids[index - 1] + 1:
-            yield first, ids[first], index - first
-            first = index
-
-
 def _torch_dtype(part: PayloadPart) -> torch.dtype:
     dtype = getattr(torch, part.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
-
-
-class _Unlocked:
-    """An `_Unlocked` is an array that torch takes although its memory is read-only: torch has no
-    such tensors."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._array = np.frombuffer(data, np.uint8)
-        address, _ = self._array.__array_interface__["data"]
-        self.__array_interface__ = {**self._array.__array_interface__, "data": (address, False)}
-
-
-def _readable(data: memoryview) -> Tensor:
-    """Return `data` as a tensor of bytes, not copied. They belong to the store: nobody may write
-    into them."""
-    return torch.from_numpy(np.asarray(_Unlocked(data)))
 
 
 def _shape_of(cache: Any) -> str:
