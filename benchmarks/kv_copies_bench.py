@@ -215,7 +215,7 @@ def main() -> int:
     if own:
         mean = math.exp(sum(map(math.log, own)) / len(own))
         rows.append(Row("share of memcpy, geometric mean", "ratio", mean, None, "", None, ""))
-    report("kv_copies_bench", rows, others={"torch": torch.__version__})
+    report("kv_copies_bench", rows, others={"torch": str(torch.__version__)})
     return 0
 
 
