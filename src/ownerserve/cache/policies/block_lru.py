@@ -24,9 +24,11 @@ class BlockLru(EvictionPolicy):
         self._touches = 0.0
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         return (candidate.heat.inflation,)
 
     def touched(self, heat: UseHeat) -> None:
+        """Note that a turn came back to this place."""
         assert isinstance(heat, ResumeDepth), "the tree's own"
         self._touches += 1.0
         for stop in prefix_tree.stops_above(heat.node, heat.depth):

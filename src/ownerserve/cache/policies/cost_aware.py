@@ -53,6 +53,7 @@ class CostAware(EvictionPolicy):
         self.prices = prices
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         heat = candidate.heat
         if not candidate.is_point:
             # Negative, so that a tail never moves the clock of point state; rises with refs.
@@ -73,7 +74,9 @@ class CostAware(EvictionPolicy):
         return reuse * again * self._ms_per_token / freed
 
     def touched(self, heat: UseHeat) -> None:
+        """Note that a turn came back to this place."""
         heat.inflation = self._clock
 
     def evicted(self, key: Key) -> None:
+        """Note that a candidate with this key went."""
         self._clock = max(self._clock, key[0])

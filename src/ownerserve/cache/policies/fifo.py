@@ -13,4 +13,5 @@ class Fifo(EvictionPolicy):
     name: ClassVar[str] = "fifo"
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         return (candidate.heat.born_s,)

@@ -13,4 +13,5 @@ class Lfu(EvictionPolicy):
     name: ClassVar[str] = "lfu"
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         return (float(candidate.heat.uses), candidate.heat.last_s)

@@ -13,4 +13,5 @@ class Lru(EvictionPolicy):
     name: ClassVar[str] = "lru"
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         return (candidate.heat.last_s,)

@@ -13,4 +13,5 @@ class Priority(EvictionPolicy):
     name: ClassVar[str] = "priority"
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         return (float(candidate.heat.priority), candidate.heat.last_s)

@@ -18,5 +18,6 @@ class SessionReference(EvictionPolicy):
     name: ClassVar[str] = "session-reference"
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         heat = candidate.heat
         return (float(heat.refs > 0), float(heat.refs), heat.last_s)

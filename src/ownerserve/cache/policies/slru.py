@@ -17,5 +17,6 @@ class Slru(EvictionPolicy):
     name: ClassVar[str] = "slru"
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         heat = candidate.heat
         return (float(heat.uses >= USES_TO_BE_PROTECTED), heat.last_s)

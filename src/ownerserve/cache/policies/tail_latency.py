@@ -31,5 +31,6 @@ class TailLatency(EvictionPolicy):
         self._spare_tokens = budget_tokens - expected_new_tokens
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         hurts = candidate.trimmed_tokens >= self._spare_tokens
         return (float(hurts), candidate.heat.last_s)

@@ -145,6 +145,7 @@ class Adaptive(CheckpointPolicy):
         )
 
     def observe(self, event: Reuse) -> None:
+        """Learn from what happened; what is older than MEMORY_TURNS counts less and less."""
         if isinstance(event, Produced):
             keep = 1.0 - 1.0 / MEMORY_TURNS
             self._turns = self._turns * keep + 1.0
@@ -157,6 +158,7 @@ class Adaptive(CheckpointPolicy):
             self._branches += 1.0
 
     def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
+        """Return the boundaries in (start, end] whose point state is written, ascending."""
         period = self.period(turn.block_tokens)
         chosen = set() if period == inf else set(turn.grid(int(period)))
         for at in turn.turn_ends():

@@ -108,9 +108,11 @@ class Full(CheckpointPolicy):
     name: ClassVar[str] = "full"
 
     def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
+        """Return the boundaries in (start, end] whose point state is written, ascending."""
         return turn.grid(turn.block_tokens)
 
     def written_bytes(self, turn: TurnSpan, size: StateSize) -> int:
+        """Return the bytes of point state that this turn writes: each window row once."""
         rows = round((turn.end - turn.start) * size.row_bytes_per_token)
         return rows + len(self.checkpoints(turn)) * size.other_bytes
 
@@ -128,6 +130,7 @@ class Periodic(CheckpointPolicy):
         self.period_tokens = period_tokens
 
     def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
+        """Return the boundaries in (start, end] whose point state is written, ascending."""
         blocks = -(-self.period_tokens // turn.block_tokens)
         return turn.grid(blocks * turn.block_tokens)
 
@@ -141,6 +144,7 @@ class TurnEnd(CheckpointPolicy):
     name: ClassVar[str] = "turn-end"
 
     def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
+        """Return the boundaries in (start, end] whose point state is written, ascending."""
         return turn.turn_ends()
 
 
@@ -154,4 +158,5 @@ class Zero(CheckpointPolicy):
     name: ClassVar[str] = "zero"
 
     def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
+        """Return the boundaries in (start, end] whose point state is written, ascending."""
         return ()

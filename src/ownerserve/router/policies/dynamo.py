@@ -29,6 +29,7 @@ class Dynamo:
     needs = ANY_WORKER
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         best = min(fleet, key=lambda worker: _cost(request, worker))
         return run_at(
             request, best, DispatchReason.OWNER if best is request.home else DispatchReason.SCORE

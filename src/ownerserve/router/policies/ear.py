@@ -49,6 +49,7 @@ class Ear:
         self._pricer = PlacementPricer(settings)
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         home = request.home
         if home is None:
             if request.copies:

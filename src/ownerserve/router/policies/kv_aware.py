@@ -22,6 +22,7 @@ class KvAware:
     needs = ANY_WORKER
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         most = max(max(worker.pending_tokens for worker in fleet), request.prompt_tokens)
 
         def cost(worker: Worker) -> tuple[float, int, int]:

@@ -17,4 +17,5 @@ class LeastLoad:
     needs = ANY_WORKER
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         return run_at(request, fleet.least_one(), DispatchReason.LEAST_LOAD)

@@ -22,6 +22,7 @@ class LMetric:
     needs = ANY_WORKER
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         best = min(fleet, key=lambda worker: lmetric(request, worker))
         return run_at(request, best, DispatchReason.SCORE)
 
@@ -47,6 +48,7 @@ class LMetricGate:
         self._base = LMetric()
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         needed = GATE_SHARE * request.prompt_tokens
         holders = [w for w in request.holders(fleet) if request.cached_on(w) > needed]
         if not holders:

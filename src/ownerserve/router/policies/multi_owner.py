@@ -22,6 +22,7 @@ class MultiOwner:
     needs = ANY_WORKER
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         batches = [worker.batch for worker in fleet]
         low, high = min(batches), max(batches)
         needed = MATCH_SHARE * request.prompt_tokens

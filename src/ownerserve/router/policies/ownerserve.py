@@ -59,6 +59,7 @@ class OwnerServe:
         self._pricer = PlacementPricer(settings)
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         home = request.home
         if home is None:
             return start(request, fleet, pricer=self._pricer, settings=self._settings)

@@ -20,6 +20,7 @@ class ProgramTtl:
     needs = ANY_WORKER
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         home = request.home
         if home is None:
             return start_at(request, fleet.least_one())

@@ -41,4 +41,5 @@ class RoundRobin:
         self._rotation = Rotation()
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         return run_at(request, self._rotation.next(fleet), DispatchReason.ROUND_ROBIN)

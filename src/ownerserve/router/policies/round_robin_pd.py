@@ -21,6 +21,7 @@ class RoundRobinPd:
         self._prefill = Rotation()
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         worker, prefilling = self._decode.next(fleet), fleet.prefilling()
         others = prefillers(worker, prefilling)
         if not others:

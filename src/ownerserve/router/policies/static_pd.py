@@ -21,6 +21,7 @@ class StaticPd:
     needs = NEEDS
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         found = pair((fleet.least_one(),), fleet) or pair(fleet.least(len(fleet)), fleet)
         if found is None:
             return on_the_spot(request, fleet.least_one())
@@ -35,6 +36,7 @@ class StaticPdDelta:
     needs = NEEDS
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         worker = request.home or fleet.least_one()
         found = pair((worker,), fleet) or pair(fleet.least(len(fleet)), fleet)
         if found is None:

@@ -19,6 +19,7 @@ class Sticky:
     needs = ANY_WORKER
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         if request.home is not None:
             return run_at(request, request.home, DispatchReason.OWNER)
         return start_at(request, fleet.least_one())

@@ -21,6 +21,7 @@ class TtftGate:
     needs = ANY_WORKER
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         least = fleet.least_one()
         home = request.home
         if home is None:

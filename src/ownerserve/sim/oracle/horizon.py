@@ -66,6 +66,7 @@ class NextUse(EvictionPolicy):
         self._next_s = next_s
 
     def key(self, candidate: Candidate) -> Key:
+        """Return the candidate's place in the order; the lowest goes first."""
         heat = candidate.heat
         next_s = self._next_s
         soonest = min([next_s.get(name, inf) for name in heat.anchors or ()], default=inf)

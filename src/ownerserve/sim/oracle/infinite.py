@@ -29,6 +29,7 @@ class FreeTransfer:
     needs = ANY_WORKER
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         worker = fleet.least_one()
         source = peer_copy(request, worker)
         held = request.cached_on(worker)

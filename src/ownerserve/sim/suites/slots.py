@@ -230,6 +230,7 @@ class SlotRouter:
         self._taken: dict[int, int] = {}
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
+        """Choose a worker of `fleet` for the request, and say why."""
         home = self._home_of(request, fleet)
         if home is not None:
             added = request.prompt_tokens - request.cached_on(home)

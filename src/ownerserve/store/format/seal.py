@@ -63,14 +63,17 @@ class Xxh3Seal:
     tag_bytes = 16
 
     def close(self, payload: memoryview, salt: bytes) -> bytes:
+        """Return the payload's tags."""
         return b"".join(
             xxh3_128_digest(payload[at : at + CHUNK]) for at in range(0, len(payload), CHUNK)
         )
 
     def open(self, chunk: memoryview, tag: bytes, nonce: tuple[bytes, int]) -> bool:
+        """Tell whether `chunk` is what was written."""
         return bool(xxh3_128_digest(chunk) == tag)
 
     def header_mac(self, covered: bytes) -> bytes:
+        """Return the MAC of a header's covered bytes; 32 zeros where there is no key."""
         return NO_MAC
 
 
@@ -85,15 +88,18 @@ class Blake3Seal:
         self._header_key = _derive(tenant_key, "ownerserve store header mac 1")
 
     def close(self, payload: memoryview, salt: bytes) -> bytes:
+        """Return the payload's tags."""
         return b"".join(
             blake3(payload[at : at + CHUNK], key=self._chunk_key).digest()
             for at in range(0, len(payload), CHUNK)
         )
 
     def open(self, chunk: memoryview, tag: bytes, nonce: tuple[bytes, int]) -> bool:
+        """Tell whether `chunk` is what was written."""
         return hmac.compare_digest(blake3(chunk, key=self._chunk_key).digest(), tag)
 
     def header_mac(self, covered: bytes) -> bytes:
+        """Return the MAC of a header's covered bytes; 32 zeros where there is no key."""
         return blake3(covered, key=self._header_key).digest()
 
 
@@ -110,6 +116,7 @@ class AesGcmSeal(Blake3Seal):
         self._root = _derive(tenant_key, "ownerserve store aes-256-gcm 1")
 
     def close(self, payload: memoryview, salt: bytes) -> bytes:
+        """Encrypt the payload in place and return its tags."""
         aead, tags = _aesgcm(_record_key(self._root, salt)), []
         for index in range(chunks_of(len(payload))):
             chunk = payload[index * CHUNK : (index + 1) * CHUNK]
@@ -119,6 +126,7 @@ class AesGcmSeal(Blake3Seal):
         return b"".join(tags)
 
     def open(self, chunk: memoryview, tag: bytes, nonce: tuple[bytes, int]) -> bool:
+        """Decrypt `chunk` in place and tell whether it is what was written."""
         salt, index = nonce
         aead = _aesgcm(_record_key(self._root, salt))
         try:

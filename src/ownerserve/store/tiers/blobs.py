@@ -80,9 +80,11 @@ class DirectoryBlobs:
         return self._root / key
 
     def put(self, key: str, data: memoryview) -> None:
+        """Write a blob under `key`."""
         self._write(key, data, Path.rename)
 
     def put_new(self, key: str, data: memoryview) -> None:
+        """Write a blob only if there is none. Raises FileExistsError where there is one."""
         self._write(key, data, _link)
 
     def _write(self, key: str, data: memoryview, publish: Callable[[Path, Path], object]) -> None:
@@ -106,6 +108,7 @@ class DirectoryBlobs:
             raise
 
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
+        """Read from `offset`; return the bytes read, fewer than asked at the blob's end."""
         fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
         try:
             done = 0
@@ -119,14 +122,17 @@ class DirectoryBlobs:
             os.close(fd)
 
     def delete(self, key: str) -> None:
+        """Delete a blob; one that is not there is no error."""
         self._path(key).unlink(missing_ok=True)
 
     def move(self, key: str, to: str) -> None:
+        """Give a blob another name."""
         target = self._path(to)
         target.parent.mkdir(parents=True, exist_ok=True)
         self._path(key).rename(target)
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:
+        """Iterate over the blobs under `prefix`, which ends with a slash."""
         for path in self._files(prefix):
             if not path.name.endswith(_UNFINISHED):
                 with suppress(FileNotFoundError):
@@ -138,6 +144,7 @@ class DirectoryBlobs:
             yield from (Path(folder, name) for name in names)
 
     def tidy(self, before_s: float) -> int:
+        """Give up what writers that died left half-written before then; return how many."""
         gone = 0
         for path in self._files(""):
             with suppress(FileNotFoundError):

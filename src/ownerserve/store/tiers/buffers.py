@@ -60,6 +60,7 @@ class AnonymousMemory:
     """
 
     def map(self, size: int) -> mmap.mmap:
+        """Return a new mapping of `size` bytes."""
         memory = mmap.mmap(-1, size)
         if size >= HUGE_PAGE:
             with suppress(OSError):  # a kernel without them

@@ -51,9 +51,11 @@ class MooncakeBlobs:
             raise OSError(errno.EIO, f"mooncake {status}", key)
 
     def put(self, key: str, data: memoryview) -> None:
+        """Write a blob under `key`."""
         self._check(int(self._client.put(self._name(key), bytes(data) or b"\0")), key)
 
     def put_new(self, key: str, data: memoryview) -> None:
+        """Write a blob only if there is none. Raises FileExistsError where there is one."""
         # Two writers may both see none; the first value stays, as in every medium.
         there = int(self._client.is_exist(self._name(key)))
         self._check(there, key)
@@ -62,6 +64,7 @@ class MooncakeBlobs:
         self.put(key, data)
 
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
+        """Read from `offset`; return the bytes read, fewer than asked at the blob's end."""
         data: bytes = self._client.get(self._name(key))
         if not data:
             there = int(self._client.is_exist(self._name(key)))
@@ -72,6 +75,7 @@ class MooncakeBlobs:
         return len(part)
 
     def delete(self, key: str) -> None:
+        """Delete a blob; one that is not there is no error."""
         # A reader that loses the object in mid-read is told so by its digests: a miss.
         status = int(self._client.remove(self._name(key), force=True))
         if status != _ABSENT:

@@ -40,6 +40,7 @@ class PinnedMemory:
         self.counters: Counter[str] = Counter()
 
     def map(self, size: int) -> mmap.mmap:
+        """Return a new mapping of `size` bytes, pinned for CUDA where it can be."""
         memory = mmap.mmap(-1, size)
         probe = ctypes.c_char.from_buffer(memory)
         address = ctypes.addressof(probe)
@@ -59,6 +60,7 @@ class PinnedMemory:
         return memory
 
     def unmap(self, memory: mmap.mmap) -> None:
+        """Unpin a mapping that no view refers to."""
         address = self._addresses.pop(id(memory), None)
         if address is None:
             self.counters["unpinned_bytes"] -= len(memory)

@@ -87,9 +87,11 @@ class S3Blobs:
         return Backpressure(code) if code in _BUSY else OSError(errno.EIO, str(error), key)
 
     def put(self, key: str, data: memoryview) -> None:
+        """Write a blob under `key`."""
         self._put(key, data, {})
 
     def put_new(self, key: str, data: memoryview) -> None:
+        """Write a blob only if there is none. Raises FileExistsError where there is one."""
         self._put(key, data, _ONLY_NEW)
 
     def _put(self, key: str, data: memoryview, only: dict[str, str]) -> None:
@@ -123,6 +125,7 @@ class S3Blobs:
         return 1
 
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
+        """Read from `offset`; return the bytes read, fewer than asked at the blob's end."""
         end = offset + len(into) - 1
         body = self._call("get_object", key, Range=f"bytes={offset}-{end}")["Body"]
         done = 0
@@ -140,6 +143,7 @@ class S3Blobs:
         return done
 
     def delete(self, key: str) -> None:
+        """Delete a blob; one that is not there is no error."""
         self._call("delete_object", key)
 
     def move(self, key: str, to: str) -> None:
@@ -157,12 +161,14 @@ class S3Blobs:
             raise OSError(errno.EIO, str(error), prefix) from error
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:
+        """Iterate over the blobs under `prefix`, which ends with a slash."""
         for page in self._pages("list_objects_v2", prefix):
             for item in page.get("Contents", ()):
                 key = item["Key"].removeprefix(self._prefix)
                 yield BlobInfo(key, item["LastModified"].timestamp())
 
     def tidy(self, before_s: float) -> int:
+        """Give up what writers that died left half-written before then; return how many."""
         gone = 0
         for page in self._pages("list_multipart_uploads", ""):
             for item in page.get("Uploads", ()):

@@ -16,13 +16,17 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 class AzureReader:
+    """This reader reads Azure's LLM inference traces."""
+
     name = "azure"
     about = "Azure LLM inference CSV: arrivals and lengths"
 
     def claims(self, head: FirstRecord) -> bool:
+        """Return whether a file that begins with `head` is of this format."""
         return "ContextTokens" in head.text and "GeneratedTokens" in head.text
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         rows: list[tuple[datetime, int, int]] = []
         for line in lines:
             cells = [cell.strip() for cell in line.data.decode("utf-8", "replace").split(",")]

@@ -32,13 +32,17 @@ class _Row(msgspec.Struct, gc=False):
 
 
 class BailianReader:
+    """This reader reads Qwen-Bailian usage traces."""
+
     name = "bailian"
     about = "Qwen-Bailian: a request a line, chat_id and parent_chat_id, 16-token block ids"
 
     def claims(self, head: FirstRecord) -> bool:
+        """Return whether a file that begins with `head` is of this format."""
         return {"chat_id", "parent_chat_id", "hash_ids"} <= head.keys
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         chainer = Chainer()
         rows: dict[int, tuple[_Row, TraceRequest]] = {}
         for line, row in decode_each(msgspec.json.Decoder(_Row), lines, problems):

@@ -53,13 +53,17 @@ class _Timing(msgspec.Struct):
 
 
 class LlmServingSimReader:
+    """This reader reads LLMServingSim 2.0's workloads."""
+
     name = "llmservingsim"
     about = "LLMServingSim workloads: sub_requests with tool_duration_ns, or flat requests"
 
     def claims(self, head: FirstRecord) -> bool:
+        """Return whether a file that begins with `head` is of this format."""
         return "arrival_time_ns" in head.keys and bool({"sub_requests", "input_toks"} & head.keys)
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         chainer = Chainer()
         sessions: list[TraceSession] = []
         for line, row in decode_each(msgspec.json.Decoder(_Row), lines, problems):
@@ -88,13 +92,17 @@ class LlmServingSimReader:
 
 
 class VllmTimingsReader:
+    """This reader reads the timings that LLMServingSim's benchmarks record of vLLM runs."""
+
     name = "vllm-timings"
     about = "LLMServingSim bench: per-request timings of a real vLLM run"
 
     def claims(self, head: FirstRecord) -> bool:
+        """Return whether a file that begins with `head` is of this format."""
         return {"input_toks", "queued_ts", "last_token_ts"} <= head.keys
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         decoder = msgspec.json.Decoder(_Timing)
         rows = [row for _, row in decode_each(decoder, lines, problems)]
         rows.sort(key=lambda row: row.arrival_time)

@@ -38,13 +38,17 @@ class _Texts(msgspec.Struct, gc=False):
 
 
 class LmcacheReader:
+    """This reader reads LMCache's agent traces."""
+
     name = "lmcache"
     about = "LMCache agent traces: a request a line, 16-token block runs"
 
     def claims(self, head: FirstRecord) -> bool:
+        """Return whether a file that begins with `head` is of this format."""
         return {"session", "input_length", "hash_runs"} <= head.keys
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         grouped: dict[str, list[TraceRequest]] = {}
         for line, row in decode_each(msgspec.json.Decoder(_Blocks), lines, problems):
             reason = blocks_fit(blocks(row.hash_runs), BLOCK_TOKENS, row.input_length)
@@ -61,13 +65,17 @@ class LmcacheReader:
 
 
 class LmcacheTextReader:
+    """This reader reads LMCache's agent traces with their texts."""
+
     name = "lmcache-text"
     about = "LMCache agent traces with full texts: lengths estimated at 4 bytes a token"
 
     def claims(self, head: FirstRecord) -> bool:
+        """Return whether a file that begins with `head` is of this format."""
         return {"timestamp", "session_id", "input", "output"} <= head.keys
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         chainer = Chainer()
         grouped: dict[str, list[TraceRequest]] = {}
         for _, row in decode_each(msgspec.json.Decoder(_Texts), lines, problems):

@@ -28,13 +28,17 @@ class _Row(msgspec.Struct, gc=False):
 
 
 class MooncakeReader:
+    """This reader reads Mooncake's FAST'25 traces."""
+
     name = "mooncake"
     about = "Mooncake FAST'25: a request a line, 512-token block ids; sessions are inferred"
 
     def claims(self, head: FirstRecord) -> bool:
+        """Return whether a file that begins with `head` is of this format."""
         return {"timestamp", "input_length", "hash_ids"} <= head.keys and "chat_id" not in head.keys
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         chainer = Chainer()
         requests: list[TraceRequest] = []
         for line, row in decode_each(msgspec.json.Decoder(_Row), lines, problems):

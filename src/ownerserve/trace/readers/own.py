@@ -28,13 +28,17 @@ class TraceHeader(msgspec.Struct, frozen=True):
 
 
 class OwnReader:
+    """This reader reads our own JSONL."""
+
     name = "ownerserve"
     about = "ours: a header line, then a session a line (docs/traces.md)"
 
     def claims(self, head: FirstRecord) -> bool:
+        """Return whether a file that begins with `head` is of this format."""
         return "ownerserve_trace" in head.keys
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         remaining = iter(lines)
         header = self._header(next(remaining, None))
         sessions = []

@@ -75,13 +75,17 @@ class _Session(msgspec.Struct):
 
 
 class WekaReader:
+    """This reader reads Claude-Code sessions as WEKA recorded them."""
+
     name = "weka"
     about = "Claude-Code sessions by WEKA: a session a line (hash_runs) or a file (hash_ids)"
 
     def claims(self, head: FirstRecord) -> bool:
+        """Return whether a file that begins with `head` is of this format."""
         return {"requests", "block_size"} <= head.keys and "ownerserve_trace" not in head.keys
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
+        """Return a trace without a name; a record that can't be used is reported and left out."""
         decoder = msgspec.json.Decoder(_Session)
         sessions: list[TraceSession] = []
         block_tokens, scope = 64, "local"
