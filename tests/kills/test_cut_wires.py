@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +24,12 @@ import msgspec
 import pytest
 import zmq
 
-from ownerserve.cli.directory.holdings import group_body, prefix_body, wished_body
+from ownerserve.cli.directory.holdings import (
+    group_body,
+    prefix_body,
+    session_body,
+    wished_body,
+)
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.kv.errors import PeerLost
@@ -37,8 +44,16 @@ from ownerserve.kv.wire.headers import (
     encode_turn_line,
     read_answer_line,
 )
-from ownerserve.kv.wire.status import ProfileStatement
+from ownerserve.kv.wire.inventory import Has, Lost, Page
+from ownerserve.kv.wire.status import (
+    LoadStatement,
+    ProfileStatement,
+    SpeedStatement,
+    TierStatement,
+    UnitStatement,
+)
 from ownerserve.router.requests.identity import Scope
+from tests.support.children import importing
 from tests.support.kills.processes import SESSION_HEADER, Fleet
 from tests.support.kills.wires import WAIT_S
 from tests.support.waits import until
@@ -273,6 +288,139 @@ def answers(world: World, question: Callable[[DirectoryClient], object]) -> bool
             return False
 
 
+# ---- what the directory answers
+
+
+def forgets(world: World) -> None:
+    with client(world.fleet.directory) as asking:
+        asking.forget()
+
+
+def is_told_again(world: World) -> bool:
+    """A directory that forgets all hears anew who holds what, without a turn, each time: by the
+    memory that its leases name."""
+    _, _, found = world.owned(0)
+    tip = found.prefix_hash
+    assert tip is not None
+    with client(world.fleet.directory) as asking:
+        for _ in range(2):
+            forgets(world)
+            if not soon(lambda: prefix_body(asking, tip)["copies"], within_s=2 * SOON_S):
+                return False
+    return True
+
+
+def has_duty_again(world: World) -> bool:
+    """The same, and who has last-copy duty."""
+    _, _, found = world.owned(0)
+    tip = found.prefix_hash
+    assert tip is not None
+    forgets(world)
+    with client(world.fleet.directory) as asking:
+        return soon(lambda: prefix_body(asking, tip).get("duty"), within_s=2 * SOON_S)
+
+
+def is_kept_over_a_rebuild(world: World) -> bool:
+    """Who owned it before the directory forgot owns it under the same epoch."""
+    name, _, found = world.owned(0)
+    forgets(world)
+    soon(lambda: world.record(name), within_s=2 * SOON_S)
+    time.sleep(SOON_S / 2)  # whoever would be given it anew has it
+    now = world.record(name)
+    return now is not None and now.epoch == found.epoch
+
+
+def found_by_a_gateway(world: World) -> tuple[dict[str, Any], ask.SessionIs]:
+    """What a gateway that never saw a session says down with its first turn; the record before."""
+    session, prompt = world.new()
+    name = name_of(session)
+    world.at(0, prompt, TurnLine(name=name))
+    until(lambda: (found := world.record(name)) and found.version)
+    found = world.record(name)
+    assert found is not None
+    return world.turn(session, prompt), found
+
+
+def is_found_under_its_epoch(world: World) -> bool:
+    line, found = found_by_a_gateway(world)
+    return bool(line.get("epoch") == msgspec.to_builtins(found.epoch))
+
+
+def is_found_with_its_version(world: World) -> bool:
+    line, found = found_by_a_gateway(world)
+    return bool(line.get("version") == found.version)
+
+
+def shown(*path: str) -> Callable[[World], bool]:
+    """`directory status --session` has it."""
+
+    def effect(world: World) -> bool:
+        name, _, _ = world.owned(0, group=GROUP)
+
+        def value(asking: DirectoryClient) -> object:
+            found: Any = session_body(asking, name)
+            for step in path:
+                found = found and found.get(step)
+            return found
+
+        return answers(world, value)
+
+    return effect
+
+
+def moved(world: World) -> tuple[SessionId, list[int], ask.SessionIs]:
+    """A session that w0 owned and w1, which had a turn of it, was given; its record before."""
+    name, prompt, _ = world.owned(0)
+    world.at(0, prompt, TurnLine(name=name))
+    until(lambda: (found := world.record(name)) and found.version == 2, what="two turns")
+    found = world.record(name)
+    assert found is not None
+    world.at(1, prompt, TurnLine(name=name))
+    let_go = rpc.ReleaseSession(name, found.epoch, world.unit(1))
+    until(lambda: isinstance(world.node(0, let_go), rpc.Released), what="it to be let go")
+    until(lambda: (now := world.record(name)) and now.owner.worker == "w1", what="it to move")
+    return name, prompt, found
+
+
+def is_counted_on_after_a_move(world: World) -> bool:
+    """The next owner goes on from the version that it is told with its grant."""
+    name, prompt, found = moved(world)
+    time.sleep(SOON_S / 2)  # it asks for what is its own, and hears how many turns there were
+    world.at(1, prompt, TurnLine(name=name))
+    return soon(lambda: (now := world.record(name)) and now.version == found.version + 1)
+
+
+def keeps_its_tip(field: str) -> Callable[[World], bool]:
+    """The next owner, which has told nothing yet, knows where the session stands."""
+
+    def effect(world: World) -> bool:
+        name, _, _ = moved(world)
+        time.sleep(SOON_S / 2)
+        forgets(world)
+        soon(lambda: world.record(name), within_s=2 * SOON_S)
+        return bool(getattr(world.record(name), field, None))
+
+    return effect
+
+
+def names_the_owner(field: str) -> Callable[[World], bool]:
+    """A guest's answer says whose guest the turn is."""
+
+    def effect(world: World) -> bool:
+        name, prompt, found = world.owned(0)
+        expected = getattr(found, field)
+
+        def says() -> bool:
+            answer = world.at(1, prompt, TurnLine(name=name))
+            assert answer is not None
+            line = read_answer_line(answer.headers[ANSWER_HEADER].encode()).line
+            return bool(getattr(line, field) == expected)
+
+        return soon(says)
+
+    return effect
+
+
 # ---- to a node
 
 
@@ -454,6 +602,14 @@ class Wire(NamedTuple):
     is_in_ci: bool = False
 
 
+def is_a_place_known_by_its_number(world: World) -> bool:
+    place = world.place(0, 16)
+    try:
+        return place != 0 and world.is_held(0, place)
+    finally:
+        world.node(0, rpc.Release(place))
+
+
 STATED = ("profile", "stated")
 CUT: dict[str, Wire] = {
     "directory bind": Wire(is_bound, is_in_ci=True),
@@ -498,6 +654,30 @@ CUT: dict[str, Wire] = {
     "status sequence_tokens": Wire(is_stated(*STATED, "sequence_tokens")),
     "status owns_sessions": Wire(is_stated(*STATED, "owns_sessions")),
     "inventory": Wire(is_held_known, is_in_ci=True),
+    "outcome leased.lease_s": Wire(is_advanced),
+    "outcome leased.memory": Wire(is_told_again),
+    "outcome published.adopted": Wire(is_kept_over_a_rebuild),
+    "outcome advanced.duty": Wire(has_duty_again),
+    "outcome session_is.owner": Wire(is_found),
+    "outcome session_is.owner_live": Wire(is_found),
+    "outcome session_is.epoch": Wire(is_found_under_its_epoch, is_in_ci=True),
+    "outcome session_is.version": Wire(is_found_with_its_version),
+    "outcome session_is.prefix_hash": Wire(shown("tip")),
+    "outcome session_is.tokens": Wire(shown("tokens")),
+    "outcome bound.epoch": Wire(is_advanced, is_in_ci=True),
+    "outcome bound.version": Wire(is_counted_on_after_a_move),
+    "outcome bound.prefix_hash": Wire(keeps_its_tip("prefix_hash")),
+    "outcome bound.tokens": Wire(keeps_its_tip("tokens")),
+    "outcome held_by.owner": Wire(names_the_owner("owner"), is_in_ci=True),
+    "outcome held_by.epoch": Wire(names_the_owner("epoch")),
+    "outcome found.tokens": Wire(shown("tip", "tokens")),
+    "outcome found.owner": Wire(shown("tip", "duty")),
+    "outcome found.locations": Wire(shown("tip", "copies")),
+    "outcome found.refs": Wire(shown("tip", "sessions")),
+    "outcome found.group": Wire(shown("tip", "group")),
+    "outcome wished.wanted": Wire(is_wished),
+    "outcome group_is.members": Wire(is_in_its_group),
+    "said reserved.reservation": Wire(is_a_place_known_by_its_number, is_in_ci=True),
 }
 _EDGES = "gateway/test_edges.py"
 _PRICED = (
@@ -520,6 +700,78 @@ CUT_BY_HAND: dict[str, str] = {
     "answer lost_tokens": _PLACES,
 }
 """Over real sockets on other tests' fleets; each of these failed when the wire was cut in src."""
+_STATED = "gateway/test_worker_statements.py"
+_STAMPS = f"{_EDGES}::test_stamps_are_the_workers_load_also_when_it_idles"
+_READER = (
+    "gateway/test_inventory_reader.py"
+    "::test_it_goes_on_where_it_ended_and_reads_a_new_life_from_the_start"
+)
+_LIKE = f"{_STATED}::test_a_worker_that_has_measured_nothing_is_priced_as_its_like_that_has"
+CUT_AS_READ: dict[str, str] = {
+    "load pending_prefill_tokens": _STAMPS,
+    "load running_sequences": _STAMPS,
+    "load waiting_sequences": _STAMPS,
+    "load kv_bytes_free": _STAMPS,
+    "load kv_bytes_total": _STAMPS,
+    "load kv_bytes_evictable": f"{_STATED}"
+    "::test_a_stated_load_is_heard_and_evictable_state_fills_memory_and_makes_room",
+    "unit worker": "gateway/test_releasing.py::test_the_owner_is_asked_and_its_word_is_followed",
+    "unit rank": f"{_STATED}::test_an_address_whose_process_changes_its_rank_is_one_candidate",
+    "unit incarnation": _PRICED,
+    "speed prefill_pass_ms": _PRICED,
+    "speed prefill_token_ms": _PRICED,
+    "speed prefill_attention_ms": _PRICED,
+    "speed step_ms": _PRICED,
+    "speed step_ms_per_sequence": _PRICED,
+    "speed prefill_measured_s": _LIKE,
+    "speed step_measured_s": _LIKE,
+    "tier name": _PRICED,
+    "tier latency_ms": _PRICED,
+    "tier bytes_per_ms": _PRICED,
+    "page incarnation": _READER,
+    "page words": _READER,
+    "has number": _READER,
+    "has session": _READER,
+    "has tier": _READER,
+    "has tokens": _READER,
+}
+"""Where a test's own fleet reads it, by tests/support/kills/cut_fields.py: each test fails so."""
+_CORE = "vLLM's server asks its engine core: its whole message is cut by hand"
+_PEOPLE = "for people: `directory status` or a gateway's /status shows it"
+_NODE = "the node's own: `publishing` reads the words in its process, gateways do not"
+UNCUT: dict[str, str] = {
+    "outcome published.extents": "nobody reads it; version 1's readers need it",
+    "outcome advanced.version": "nobody reads it; version 1's readers need it",
+    "outcome published.forked": "open: node/test_publishing.py has its effect, without a wire",
+    "outcome published.lost": "open: node/test_publishing.py has its effect, without a wire",
+    "outcome conflict.current": "open: directory/test_doors.py has its effect, without a wire",
+    "outcome refused.reason": "open: the directory's tests have each reason's effect",
+    "outcome refused.retry_after_s": "open: directory/test_doors.py has its effect",
+    "outcome found.prefix_hash": "which of several candidates: who asks here asks for one",
+    "outcome found.epoch": "open: nobody acts on it yet",
+    "outcome found.last_access_s": "open: nobody acts on it yet",
+    "outcome found.wanted": _PEOPLE,
+    "said admit.ahead_prefill_tokens": _CORE,
+    "said status_is.status": _CORE,
+    "said status_is.profile": _CORE,
+    "said line_is.line": _CORE,
+    "said page_is.page": _CORE,
+    "said reject.reason": "open: each reason's effect has its test, without this cut",
+    "load as_of_s": "open: gateway/ and router/test_loads.py have its effect, without a wire",
+    "speed replay_tokens": "open: priced in router/test_costs.py, without a wire",
+    "tier bytes_total": _PEOPLE,
+    "tier measured_s": "open: priced in router/test_presumed_speeds.py, without a wire",
+    "page rank": "open: of a worker with several ranks",
+    "page floor": "open: router/test_residents.py has its effect, without a wire",
+    "page last": "open: router/test_residents.py has its effect, without a wire",
+    "has prefix_hash": "open: router/test_extents.py has its effect, without a wire",
+    "has kinds": _NODE,
+    "has tenant": _NODE,
+    "gone number": "as of `has`: one reader",
+    "gone session": "as of `has`: one reader",
+    "gone tier": "as of `has`: one reader",
+}
+"""Fields of answers that no cut is played for, and why. `open`: no test over a wire fails yet."""
 
 IN_CI = [wire for wire, one in CUT.items() if one.is_in_ci]
 CASES = list(CUT) if os.environ.get("OWNERSERVE_ALL_CUTS") else IN_CI
@@ -531,11 +783,43 @@ def test_every_wire_has_its_row() -> None:
     for kind, record in (("turn", TurnLine), ("answer", AnswerLine), ("status", ProfileStatement)):
         types += [f"{kind} {field}" for field in record.__struct_fields__]
     types += ["status unit", "status load", "inventory"]
-    assert {*CUT, *CUT_BY_HAND} == set(types)
+    messages = {wire for wire in CUT if not wire.startswith(("outcome ", "said "))}
+    assert messages | CUT_BY_HAND.keys() == set(types)
     assert not CUT.keys() & CUT_BY_HAND.keys()
 
 
-@pytest.mark.parametrize("test", sorted(set(CUT_BY_HAND.values())))
+def test_every_field_of_an_answer_has_its_row() -> None:
+    fields = [
+        f"{kind} {_tag(one)}.{field}"
+        for kind, answers in (("outcome", get_args(ask.Outcome)), ("said", get_args(rpc.Said)))
+        for one in answers
+        for field in one.__struct_fields__
+    ]
+    nested = {
+        "load": LoadStatement,
+        "unit": UnitStatement,
+        "speed": SpeedStatement,
+        "tier": TierStatement,
+        "page": Page,
+        "has": Has,
+        "gone": Lost,
+    }
+    fields += [f"{kind} {field}" for kind, one in nested.items() for field in one.__struct_fields__]
+    cut = {wire for wire in CUT if wire.startswith(("outcome ", "said "))}
+    rows = [*cut, *CUT_AS_READ, *UNCUT]
+    assert sorted(rows) == sorted(fields)
+
+
+@pytest.mark.parametrize("wire", CUT_AS_READ if os.environ.get("OWNERSERVE_ALL_CUTS") else [])
+def test_without_a_field_the_test_of_its_effect_fails(wire: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "tests.support.kills.cut_fields", str(TESTS / CUT_AS_READ[wire])]
+    told = importing(OWNERSERVE_CUT=wire)
+    ended = subprocess.run(command, env=told, cwd=TESTS.parent, capture_output=True, check=False)
+    assert ended.returncode == 1, ended.stdout.decode()[-2000:]
+
+
+@pytest.mark.parametrize("test", sorted({*CUT_BY_HAND.values(), *CUT_AS_READ.values()}))
 def test_what_was_cut_by_hand_still_has_its_test(test: str) -> None:
     path, _, name = test.partition("::")
     assert f"def {name}(" in (TESTS / path).read_text()

@@ -6,8 +6,11 @@
     answer tip        a field of the line up with each answer
     status rpc        a field of a worker's statement
     inventory         the question what a worker holds: its connection ends
+    outcome leased.memory     a field of what the directory answers, by the answer's type
+    said reserved.reservation a field of what a node's port answers
 
-A field is cut by renaming it: readers pass over those that they do not know.
+A field is cut by renaming it: readers pass over those that they do not know. One of an answer in
+msgpack is left out, or says nothing (NOTHING) where its reader needs it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,24 @@ import msgspec
 GREETING_BYTES = 64
 MORE, LONG, COMMAND = 1, 2, 4
 UNREACHABLE = {"type": "refused", "reason": "unreachable"}
+
+NOTHING: dict[str, Any] = {
+    "adopted": [],
+    "epoch": [[0, 0], 0],
+    "lease_s": 0.0,
+    "locations": [],
+    "members": [],
+    "owner_live": False,
+    "prefix_hash": None,
+    "reason": "other",
+    "refs": 0,
+    "reservation": 0,
+    "tokens": 0,
+    "version": 0,
+    "wanted": [],
+}
+"""What a field says that is cut, by its name, where it can't be left out. An `owner` is another
+life then."""
 
 Parts: TypeAlias = list[bytes]
 _DOWN = re.compile(rb"(?i)x-ownerserve-session: (\{[^\r]*\})\r\n")
@@ -42,6 +63,23 @@ class Cuts:
             return False
         self.taken.add(wire)
         return True
+
+    def strip(self, kind: str, answer: dict[str, Any]) -> None:
+        """Take the field out of an answer, where one of this kind is cut."""
+        found, _, field = self.wire.partition(" ")
+        tag, _, name = field.partition(".")
+        if found != kind or answer["type"] != tag or name not in answer:
+            return
+        self.taken.add(self.wire)
+        if field == "found.owner":
+            answer[name] = None
+        elif name == "owner":
+            worker, rank, life = answer[name]
+            answer[name] = [worker, rank, life + 1]
+        elif name in NOTHING:
+            answer[name] = NOTHING[name]
+        else:
+            del answer[name]
 
     def without(self, kind: str, text: bytes) -> bytes:
         """JSON, a field less where one of this kind is cut; as long as it was."""
@@ -130,10 +168,12 @@ class DirectoryWire(Between):
 
     def _answered(self, parts: Parts) -> Parts:
         lost = self._lost.pop(parts[0], None)
-        if lost is None:
+        if lost is None and not self._cuts.wire.startswith("outcome "):
             return parts
         version, body = msgspec.msgpack.decode(parts[-1])
-        for at in lost:
+        for outcome in body.get("outcomes", ()):
+            self._cuts.strip("outcome", outcome)
+        for at in lost or ():
             body["outcomes"].insert(at, UNREACHABLE)
         return [parts[0], msgspec.msgpack.encode([version, body])]
 
@@ -143,11 +183,18 @@ class NodeWire(Between):
 
     def __init__(self, cuts: Cuts) -> None:
         self._cuts = cuts
-        self.down = Zmtp(self._asked).feed  # type: ignore[method-assign]
+        self.down, self.up = Zmtp(self._asked).feed, Zmtp(self._answered).feed  # type: ignore[method-assign]
 
     def _asked(self, parts: Parts) -> Parts | None:
         _, body, *_ = msgspec.msgpack.decode(parts[-1])
         return None if self._cuts.takes(f"node {body['type']}") else parts
+
+    def _answered(self, parts: Parts) -> Parts:
+        if not self._cuts.wire.startswith("said "):
+            return parts
+        version, body, *nonce = msgspec.msgpack.decode(parts[-1])
+        self._cuts.strip("said", body)
+        return [*parts[:-1], msgspec.msgpack.encode([version, body, *nonce])]
 
 
 class WorkerWire(Between):
