@@ -51,6 +51,8 @@ OUTSIDE: dict[str, str] = {
     "ownerserve.engines.vllm.offload_policy.SessionPolicy": VLLM,
     "ownerserve.engines.vllm.offload_tier.OwnerServeTier": VLLM,
     "ownerserve.engines.vllm.plugin.OwnerServeEndpoints": VLLM,
+    "ownerserve.engines.vllm.replay.scheduler.AsyncReplayScheduler": VLLM,
+    "ownerserve.engines.vllm.replay.scheduler.ReplayScheduler": VLLM,
     "ownerserve.kv.clock.ManualClock": "the clock of tests",
     "ownerserve.kv.wire.rpc.Admit": "who asks POST /ownerserve/admit of vLLM's server reads it",
     "ownerserve.cache.policies.block_lru.BlockLru": ORACLE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import count
 
+import msgspec
 import pytest
 
 from ownerserve.cache.layout import Component, Layout
@@ -14,7 +15,9 @@ from ownerserve.cache.outcomes import (
     CacheRefused,
     Inserted,
     Match,
+    Replay,
     RestorablePoint,
+    Restore,
     SlotsReserved,
 )
 from ownerserve.kv.ids import SessionId, TurnId
@@ -90,6 +93,7 @@ class EngineBlocks:
     def __init__(self) -> None:
         self.layout = LAYOUT
         self.hit: int | None = None
+        self.resident = 0
         self.has_blocks = False
         self.open: dict[int, Arrival] = {}
         self._tickets = count(1)
@@ -97,7 +101,10 @@ class EngineBlocks:
     def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
         if self.hit is None:
             return Later()
-        return Match(self.hit, (RestorablePoint(self.hit),) if self.hit else ())
+        points = (RestorablePoint(self.hit),) if self.hit else ()
+        if self.resident > self.hit:
+            points = (RestorablePoint(self.resident, LAYOUT.point_names), *points)
+        return Match(max(self.hit, self.resident), points)
 
     def shortage(self, blocks: int) -> None:
         """The engine does not say."""
@@ -110,7 +117,8 @@ class EngineBlocks:
         self.open[ticket] = arrival
         end = len(arrival.tokens) // TOKEN_BYTES
         points = {at: {"swa": at} for at in arrival.points}
-        return SlotsReserved(ticket, self.hit, tuple(range(self.hit // B, end // B)), points)
+        start = min(max(self.hit, self.resident), end - B)
+        return SlotsReserved(ticket, start, tuple(range(start // B, end // B)), points)
 
     def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
         arrival = self.open.pop(ticket)
@@ -160,7 +168,7 @@ class Guest:
                 capture=Capture(exact_end=exact_end),
                 limits=limits,
             ),
-            settings=NodeSettings(record_blocks=CELL, attempts=1),
+            settings=NodeSettings(record_blocks=CELL, least_fetched=1, attempts=1),
         )
 
     def handle(self, event: object, now: float = 0.0) -> list[Effect]:
@@ -508,3 +516,61 @@ def test_what_is_given_up_is_waited_for_by_nobody() -> None:
     assert len(guest.state.saves) == 0
     guest.keep(effects)
     assert left_by(guest) == []
+
+
+# ---- an engine that replays
+
+REPLAY = 3 * B
+REPLAYING = Planner(
+    ModelState(
+        layers=2,
+        block_tokens=B,
+        range_bytes_per_token=4.0,
+        point_bytes=32,
+        exact_replay_tokens=REPLAY,
+    ),
+    msgspec.structs.replace(GUEST, can_replay=True, per_group_hit=True),
+)
+
+
+def offered(guest: Guest, hit: int, *, resident: int = 0) -> Offer | None:
+    guest.device.hit, guest.device.resident = hit, resident
+    offers = [e for e in guest.handle(DeviceAsked(TURN)) if isinstance(e, Offer)]
+    return offers[0] if offers else None
+
+
+def test_range_state_alone_is_offered_to_an_engine_that_replays() -> None:
+    guest = stored_guest(PROMPT)
+    for id_ in [id_ for id_, copy in guest.stored.items() if copy.component == "swa"]:
+        del guest.stored[id_]
+    guest.arrive([*PROMPT, 1, 2, 3])
+    assert guest.ask(0) is None, "it can't be gone on from without its windows"
+    guest.state.use(REPLAYING)
+    guest.handle(TurnGone(TURN))
+    guest.device.hit = None
+    guest.arrive([*PROMPT, 1, 2, 3])
+    assert offered(guest, 0) == Offer(TURN, 192, 192 - REPLAY)
+    assert {want.first_unit for want in guest.place().wants} == {0}
+
+
+def test_a_point_is_brought_with_one_block_before_it_where_the_rest_is_on_the_device() -> None:
+    """The engine knows a load by its tokens: one without any would not be waited for."""
+    guest = stored_guest(PROMPT)
+    guest.state.use(REPLAYING)
+    guest.arrive([*PROMPT, 1, 2, 3])
+    assert offered(guest, 0, resident=192) == Offer(TURN, 192, 192)
+    bring = guest.place()
+    assert [(filling.component, filling.slots) for filling in bring.fillings] == [
+        ("dense", (11,)),
+        ("swa", (192,)),
+    ]
+
+
+def test_a_turn_goes_on_from_range_state_that_only_the_engine_has() -> None:
+    guest = Guest()
+    guest.state.use(REPLAYING)
+    guest.arrive(PROMPT)
+    assert offered(guest, 0, resident=160) is None
+    assert guest.state.resume(TURN, len(PROMPT)) == Replay(160 - REPLAY, 160)
+    guest.device.hit = 160 - B
+    assert guest.state.resume(TURN, len(PROMPT)) == Restore(160 - B)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ownerserve.cache.outcomes import Resume
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.node.restore.restores import Restores
@@ -134,6 +135,15 @@ class HostedNodeState:
         other.saves.give_up()
         self.operations.go_on_from(other.operations)
         self.saves.counts, self.saves.unsaved = other.saves.counts, other.saves.unsaved
+
+    def use(self, planner: Planner) -> None:
+        """Plan restores with `planner` from now on."""
+        self.restores.use(planner)
+
+    def resume(self, turn_id: TurnId, tokens: int) -> Resume | None:
+        """Return how a turn of `tokens` tokens goes on from what the engine has, nothing being
+        brought; None: at the engine's own hit."""
+        return self.restores.resume_turn(turn_id, tokens)
 
     def is_waiting(self, turn_id: TurnId) -> bool:
         """Return whether the turn's restore is not decided yet."""

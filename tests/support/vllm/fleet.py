@@ -119,10 +119,19 @@ class VllmWorker:
 
     def submit(self, tokens: Sequence[int], **options: Any) -> str:
         """Queue a request (options: fields of `Ask`); the engine steps on from here."""
-        self._asked += 1
-        request = Ask(id=options.pop("id", f"r{self._asked:05d}"), tokens=list(tokens), **options)
+        request = self._asking(tokens, options)
         self.ask("submit", msgspec.to_builtins(request))
         return request.id
+
+    def submit_all(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[str]:
+        """Submit requests that the scheduler finds all at once; returns their ids."""
+        asks = [self._asking(tokens, dict(options)) for tokens in prompts]
+        self.ask("submit_all", [msgspec.to_builtins(ask) for ask in asks])
+        return [ask.id for ask in asks]
+
+    def _asking(self, tokens: Sequence[int], options: dict[str, Any]) -> Ask:
+        self._asked += 1
+        return Ask(id=options.pop("id", f"r{self._asked:05d}"), tokens=list(tokens), **options)
 
     def wait(self, ids: Sequence[str], *, timeout_s: float = ANSWER_S) -> list[Answer]:
         """The finished requests, in the order of `ids`; WorkerFailed when the time is up."""

@@ -88,7 +88,7 @@ class Worker:
         self._steps = {"steps": 0, "empty": 0}
         self._stopping = False
         for hook in boot.hooks:
-            getattr(importlib.import_module("tests.support.vllm.hooks"), hook)(self)
+            _hook(hook)(self)
 
     def loop(self, connection: socket.socket) -> None:
         while not self._stopping:
@@ -184,6 +184,11 @@ class Worker:
         self._asked[request.id] = (time.perf_counter(), None)
         self.engine.add_request(request.id, prompt, parameters, **options)
 
+    def do_submit_all(self, asks: list[dict[str, Any]]) -> None:
+        """Submit several requests with no step between them."""
+        for ask in asks:
+            self.do_submit(ask)
+
     def do_wait(self, ids: list[str], timeout_s: float) -> None:
         self._waiting = (set(ids), time.monotonic() + timeout_s)
 
@@ -237,10 +242,15 @@ class Worker:
         return bool(self.engine.reset_prefix_cache())
 
     def do_hook(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call a function of hooks.py with this worker."""
-        return getattr(importlib.import_module("tests.support.vllm.hooks"), name)(self, **arguments)
+        """Call a function of hooks.py, or of `module:function`, with this worker."""
+        return _hook(name)(self, **arguments)
 
     def do_shutdown(self) -> None:
         """As an engine's own end: the connector's shutdown runs, then the process exits."""
         self._stopping = True
         self.engine.engine_core.shutdown()
+
+
+def _hook(name: str) -> Any:
+    module, _, function = name.rpartition(":")
+    return getattr(importlib.import_module(f"tests.support.vllm.{module or 'hooks'}"), function)

@@ -127,6 +127,7 @@ class Pool:
                     else (position,),
                 ),
                 hit=hit,
+                window_hit=hit,
             )
             for name, at in self.shape.components.items()
         ]

@@ -15,6 +15,9 @@ import msgspec
 from ownerserve.engines.vllm import compat, identity
 from ownerserve.engines.vllm.layout import shape
 from ownerserve.engines.vllm.layout.codec import PageCodec
+from ownerserve.engines.vllm.replay import rules
+from ownerserve.engines.vllm.replay.padding import SlotPadding
+from ownerserve.engines.vllm.replay.replays import ReplayLengths, Replays
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice
 from ownerserve.engines.vllm.scheduler_side.events import ResidencyEvents
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
@@ -118,6 +121,31 @@ class ConnectorParts:
         return Calibration(self.settings.store_of(rank=0, world=1) / name)
 
     @cached_property
+    def replays(self) -> Replays:
+        """`replays` are those of this engine core; without a planner where it can do none."""
+        lengths = ReplayLengths()
+        if not rules.is_asked(self.config):
+            return Replays(lengths, None, workers=self.world)
+        groups = self.kv_cache_config.kv_cache_groups
+        stages = int(self.config.parallel_config.pipeline_parallel_size)
+        why = rules.why_off(self.config, self.kv_cache_config, has_hooks=compat.has_replay_hooks())
+        if why is None:
+            text = self.config.model_config.hf_text_config.to_dict()
+            found = rules.replay_lengths(text, groups, stages=stages)
+            lengths, why = (lengths, found) if isinstance(found, str) else (found, None)
+        why = why or rules.why_too_long(
+            lengths,
+            block_tokens=self.layout.block_tokens,
+            step_tokens=int(self.config.scheduler_config.max_num_batched_tokens),
+        )
+        if why is not None:
+            log.warning("nothing is replayed: %s", why)
+            return Replays(lengths, None, workers=self.world)
+        model = msgspec.structs.replace(self.shape.model_state(), exact_replay_tokens=lengths.reach)
+        able = msgspec.structs.replace(self.abilities(), can_replay=True, per_group_hit=True)
+        return Replays(lengths, Planner(model, able), workers=self.world)
+
+    @cached_property
     def device(self) -> EngineDevice:
         """`device` is vLLM's blocks as the node sees them."""
         return EngineDevice(self.layout)
@@ -141,6 +169,7 @@ class ConnectorParts:
         node = NodeSettings(
             record_blocks=self.record_blocks,
             restore_deadline_s=settings.restore_deadline_s,
+            least_fetched=1,  # vLLM knows a load by the tokens that it brings
             attempts=1,  # vLLM frees a failed load's blocks: a second try would queue again
         )
         return HostedNodeState(
@@ -205,6 +234,7 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
         reports=reports,
         sessions=sessions,
         tenants=Tenants.of(parts.settings.store_of(rank=0, world=1)),
+        replays=parts.replays,
         workers=parts.world,
         step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
         bypassed=why,
@@ -299,6 +329,17 @@ def opened(handler: NodeRpcHandler, settings: ConnectorSettings) -> NodeRpcHandl
         log.warning("%s; /ownerserve/* has no answers", error)
         return None
     return handler
+
+
+def slot_padding(parts: ConnectorParts) -> SlotPadding | None:
+    """Make the worker's part of replays, once its model is loaded; None where none was asked
+    for."""
+    if not rules.is_asked(parts.config):
+        return None
+    padding = SlotPadding(parts.kv_cache_config.kv_cache_groups, compat.attention_of(parts.config))
+    if not padding.works:
+        log.warning("nothing is replayed: attention by %s", ", ".join(padding.unknown) or "none")
+    return padding
 
 
 def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from ownerserve.engines.vllm.weights import KEEPS_WEIGHTS, WorkerCall
 from ownerserve.engines.vllm.worker_commands import Tables
@@ -214,3 +214,117 @@ def cpu_key_order(spec: Any) -> Sequence[int] | None:
         order += keys.reshape(-1).long() * scale
         scale *= base
     return [int(at) for at in order]
+
+
+REPLAY_HOOKS = ("_get_local_prefix_cache_hit", "_mark_prefix_replay")
+"""What a scheduler with a rewind has: vLLM 0.31 and 0.32, made for DeepSeek-V4.1. 0.30 has none."""
+
+
+class LocalHit(NamedTuple):
+    """A `LocalHit` is what vLLM's scheduler found in its own cache, in the order of its hook."""
+
+    blocks: Any
+    tokens: int
+    junction: int
+    diverged: bool
+
+
+class Rewinding(Protocol):
+    """A `Rewinding` decides what a scheduler with a rewind does with each request."""
+
+    def found(self, request: Any, hit: LocalHit) -> LocalHit:
+        """Return what the request goes on from, given vLLM's own hit."""
+        ...
+
+    def tokens(self) -> int:
+        """Return how many tokens the request that was `found` last computes again."""
+        ...
+
+    def rewound(self, request: Any, hit: int) -> int:
+        """Return the same for a request that is about to run from `hit`."""
+        ...
+
+
+class Rewinds:
+    """`Rewinds` stand before vLLM's scheduler class and ask a `Rewinding` instead of its one number
+    for all requests. Without one, vLLM does what it does."""
+
+    rewinding: Rewinding | None = None
+    _own_replay_tokens = 0
+
+    @property
+    def prefix_replay_tokens(self) -> int:
+        rewinding = self.rewinding
+        return self._own_replay_tokens if rewinding is None else rewinding.tokens()
+
+    @prefix_replay_tokens.setter
+    def prefix_replay_tokens(self, tokens: int) -> None:
+        self._own_replay_tokens = tokens
+
+    def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
+        hit = LocalHit(*super()._get_local_prefix_cache_hit(request))  # type: ignore[misc]
+        return hit if self.rewinding is None else self.rewinding.found(request, hit)
+
+    def _mark_prefix_replay(self, request: Any, hit: int, *args: Any, **options: Any) -> int:
+        if self.rewinding is not None:
+            return self.rewinding.rewound(request, hit)
+        tokens: int = super()._mark_prefix_replay(request, hit, *args, **options)  # type: ignore[misc]
+        return tokens
+
+
+def has_replay_hooks() -> bool:
+    """Return whether this vLLM's scheduler can rewind a hit, and its KV groups answer apart."""
+    from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    return (
+        all(hasattr(Scheduler, name) for name in REPLAY_HOOKS)
+        and hasattr(HybridKVCacheCoordinator, "find_longest_cache_hit_per_group")
+        and hasattr(SlidingWindowManager, "pop_blocks_for_free")
+    )
+
+
+def hits_per_group(
+    cache_manager: Any, request: Any
+) -> tuple[Sequence[Sequence[Any]], Sequence[int]]:
+    """Return the cached blocks of each KV group for a request, and how many tokens they span."""
+    blocks, tokens = cache_manager.coordinator.find_longest_cache_hit_per_group(
+        request.block_hashes, request.num_tokens - 1
+    )
+    return blocks, tokens
+
+
+def window_managers(cache_manager: Any) -> list[Any]:
+    """Return vLLM's managers of plain sliding-window groups."""
+    from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+
+    managers = cache_manager.coordinator.single_type_managers
+    return [manager for manager in managers if type(manager) is SlidingWindowManager]
+
+
+def sub_connectors(connector: Any) -> list[Any]:
+    """Return a MultiConnector's connectors; of any other one, itself."""
+    return list(getattr(connector, "sub_connectors", None) or [connector])
+
+
+def attention_of(vllm_config: Any) -> dict[str, str]:
+    """Return the name of each layer's attention backend, on a worker whose model is loaded."""
+    layers = vllm_config.compilation_config.static_forward_context
+    backends = {name: getattr(layer, "attn_backend", None) for name, layer in layers.items()}
+    return {name: str(at.get_name()) for name, at in backends.items() if at is not None}
+
+
+def tell_cached_tokens(request: Any, tokens: int) -> None:
+    """Tell the client and the metrics that so many tokens of a prompt were cached, of those that
+    the request's first admission counted."""
+    stats = getattr(request, "prefill_stats", None)
+    if stats is None or request.num_preemptions > 0:
+        return
+    counted = stats.num_local_cached_tokens + stats.num_external_cached_tokens
+    external = max(0, stats.num_external_cached_tokens - max(0, counted - tokens))
+    stats.set(
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_local_cached_tokens=tokens - external,
+        num_external_cached_tokens=external,
+    )

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -24,7 +25,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ownerserve.engines.vllm import compat, registration
-from ownerserve.engines.vllm.build import ConnectorParts, scheduler_side, worker_side
+from ownerserve.engines.vllm.build import (
+    ConnectorParts,
+    scheduler_side,
+    slot_padding,
+    worker_side,
+)
+from ownerserve.engines.vllm.replay.padding import SlotPadding, padded_blocks
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
 from ownerserve.engines.vllm.scheduler_side.stats import OwnerServeProm, OwnerServeStats
 from ownerserve.engines.vllm.weights import WorkerCall, may_change
@@ -65,8 +72,12 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         self._hears_calls = self._scheduler is not None and compat.hear_worker_calls(
             vllm_config, self._workers_called
         )
+        if self._scheduler is not None:  # for a scheduler of ours
+            self.replays, self.resuming = parts.replays, self._scheduler.resuming
         self._worker: Any = None
         self._saved: WorkerCommands | None = None
+        self._padding: SlotPadding | None = None
+        self._has_said = False
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -77,13 +88,18 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self._worker = worker_side(self._parts, kv_caches)
+        self._padding = slot_padding(self._parts)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Do nothing: blocks that are still to be copied have a reference of ours."""
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        commands = self._commands()
+        if commands.pads:  # what is not kept from being written would spoil what others read
+            assert self._padding is not None
+            self._padding.pad(forward_context.slot_mapping, commands.pads)
         if self._worker is not None:
-            self._worker.load(self._commands())
+            self._worker.load(commands)
 
     def has_connector_metadata(self) -> bool:
         """Return whether the two hooks below are to be called: never. vLLM asks once a layer."""
@@ -104,6 +120,9 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def build_connector_worker_meta(self) -> StepReport | None:
         report = self._worker.report() if self._worker is not None else WorkerStepReport()
+        if self._padding is not None and not self._has_said:
+            self._has_said = True
+            report = msgspec.structs.replace(report, can_pad=(self._padding.works,))
         return None if report.is_empty else StepReport(report)
 
     def _commands(self) -> WorkerCommands:
@@ -145,7 +164,11 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def build_connector_meta(self, scheduler_output: Any) -> StepCommands:
         commands = self._safely(lambda: self._side.build(scheduler_output), None)
-        return StepCommands(commands or self._side.pending.take(is_idle=False))
+        commands = commands or self._side.pending.take(is_idle=False)
+        if pads := self._pads(scheduler_output):
+            scheduler_output.has_sync_kv_loads = True  # `start_load_kv` runs before the forward
+            commands = msgspec.structs.replace(commands, pads=pads)
+        return StepCommands(commands)
 
     def update_connector_output(self, connector_output: Any) -> None:
         report = getattr(connector_output, "kv_connector_worker_meta", None)
@@ -176,6 +199,15 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def take_events(self) -> list[Any]:
         """Return the KV events of what stands in the store, since the last call."""
         return self._safely(self._side.reports.events, [])
+
+    def _pads(self, scheduler_output: Any) -> tuple[int, ...]:
+        """Return the window blocks of rows that this step replays. A mistake here may not pass:
+        without them blocks that others read would be written."""
+        if not self.replays.running:
+            return ()
+        return padded_blocks(
+            self.replays, scheduler_output, self._parts.kv_cache_config.kv_cache_groups
+        )
 
     def reset_cache(self) -> bool:
         """Go on knowing nothing of vLLM's blocks. What is stored keeps its name while the weights

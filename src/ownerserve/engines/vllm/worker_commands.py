@@ -57,6 +57,8 @@ class WorkerCommands(msgspec.Struct, frozen=True):
     failures: tuple[str, ...] = ()
     """Requests whose load can't be begun; they are reported as failed."""
     is_idle: bool = False
+    pads: tuple[int, ...] = ()
+    """Window blocks of rows that are replayed in this step: they write no other KV."""
 
 
 class LoadResult(msgspec.Struct, frozen=True):
@@ -76,7 +78,8 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
     """A `WorkerStepReport` is the report of one worker on one step.
 
     `copied` operations need their blocks no more; `kept` are durable; `lost`: what the store of
-    each worker gave up.
+    each worker gave up; `can_pad`: whether each that says so for the first time can keep rows from
+    being written.
     """
 
     loads: tuple[LoadResult, ...] = ()
@@ -85,6 +88,7 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
     not_kept: tuple[int, ...] = ()
     stored_bytes: int = 0
     lost: tuple[RecordsLost, ...] = ()
+    can_pad: tuple[bool, ...] = ()
 
     def joined(self, other: WorkerStepReport) -> WorkerStepReport:
         """Return the reports of two workers as one: an operation stands in it once for each."""
@@ -95,9 +99,10 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
             not_kept=self.not_kept + other.not_kept,
             stored_bytes=self.stored_bytes + other.stored_bytes,
             lost=self.lost + other.lost,
+            can_pad=self.can_pad + other.can_pad,
         )
 
     @property
     def is_empty(self) -> bool:
-        told = (self.loads, self.copied, self.kept, self.not_kept, self.lost)
+        told = (self.loads, self.copied, self.kept, self.not_kept, self.lost, self.can_pad)
         return not any(told)

@@ -186,8 +186,18 @@ class Restores:
 
         None: at the deepest complete point, as the cache does by itself.
         """
-        match = self._device.match(NOBODY, tokens)
-        count = len(tokens) // TOKEN_BYTES
+        return self._resumed(self._device.match(NOBODY, tokens), len(tokens) // TOKEN_BYTES)
+
+    def resume_turn(self, turn_id: TurnId, tokens: int) -> Resume | None:
+        """Decide the same for a turn of `tokens` tokens in an engine that owns its blocks, once it
+        has said what it has."""
+        return self._resumed(self._device.match(turn_id, b""), tokens)
+
+    def use(self, planner: Planner) -> None:
+        """Plan with `planner` from now on, since the engine has learnt what it can do."""
+        self._planner = planner
+
+    def _resumed(self, match: Match | Later, count: int) -> Resume | None:
         if isinstance(match, Later) or not match.points:
             return None
         if not self._names.point_names or not match.points[0].lacks:
@@ -462,9 +472,11 @@ class Restores:
             missed = RestoreOutcome.MISS if pending.misses else RestoreOutcome.NOT_WORTH_IT
             return [self._start(pending, missed, now)]
         reserved = self._reserve(pending, match, way, stored=stored, now=now)
+        if reserved is None:
+            return [self._start(pending, RestoreOutcome.NOT_WORTH_IT, now)]
         if isinstance(reserved, Later):
             pending.phase, pending.deadline_s = RestorePhase.OFFERED, inf
-            return [Offer(event.turn_id, way.position)]
+            return [Offer(event.turn_id, way.position, way.computed_from)]
         if not isinstance(reserved, SlotsReserved):
             return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
         pending.room = reserved
@@ -481,10 +493,18 @@ class Restores:
         *,
         stored: sources.StoredRecords,
         now: float,
-    ) -> SlotsReserved | NoRoom | CacheRefused | Later:
-        """Set what is to be read for the chosen way, and reserve slots for it on the device."""
-        start = min(match.range_tokens, way.position) // self._block
+    ) -> SlotsReserved | NoRoom | CacheRefused | Later | None:
+        """Set what is to be read for the chosen way, and reserve slots for it on the device; None:
+        the engine wants more range state with the load than the store has."""
+        resident = min(match.range_tokens, way.position) // self._block
+        start = min(resident, way.position // self._block - self._settings.least_fetched)
         pending.readings = sources.record_reads(pending.names, stored, way=way, start=start)
+        if not all(
+            any(r.component == name and r.first <= at < r.end for r in pending.readings)
+            for name in pending.names.range_names
+            for at in range(start, resident)
+        ):
+            return None
         pending.arrival = Arrival(
             tokens=pending.event.tokens[: way.position * TOKEN_BYTES],
             prefix_hash=pending.digests[way.position // self._block - 1],

@@ -238,11 +238,13 @@ class Fill(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """Effect: tell the engine that state up to token `position` can be brought for the turn.
-    Nothing is reserved or read yet."""
+    """Effect: tell the engine that state up to token `position` can be brought for the turn, which
+    computes from `computed_from` on: below `position` it replays. Nothing is reserved or read
+    yet."""
 
     turn_id: TurnId
     position: int
+    computed_from: int
 
 
 class FetchAndFill(msgspec.Struct, frozen=True):

@@ -22,6 +22,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     restore_deadline_s  after that a restore is given up and its turn computes instead
     room_wait_s         how long a turn waits for room for its prompt before its state is brought
     attempts            restores tried for one turn: the second one plans without what failed
+    least_fetched       blocks of range state that a load brings at least, resident or not: an
+                        engine may know a load by the tokens that it brings
     copy_bytes_a_tick   most bytes read off the device between two engine steps
     copies_in_flight    most records being written at once
     hold_ms_per_s       price of device memory while it holds an idle session's state
@@ -33,6 +35,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     restore_deadline_s: float = 5.0
     room_wait_s: float = 600.0
     attempts: int = 2
+    least_fetched: int = 0
     copy_bytes_a_tick: int = 4 * MIB
     copies_in_flight: int = 32
     hold_ms_per_s: float = 1.0

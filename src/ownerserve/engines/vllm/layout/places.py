@@ -43,13 +43,14 @@ class BlockPlaces:
         }
         return places if all(map(self._shape.is_there, places.values())) else {}
 
-    def goal(self, tables: Tables, filling: Filling, *, hit: int) -> BlockPlace:
-        """Return the place where state from outside goes. What the engine had itself, up to `hit`,
-        is shared with others that may be reading it: its blocks are marked as not to be written."""
+    def goal(self, tables: Tables, filling: Filling, *, hit: int, window_hit: int) -> BlockPlace:
+        """Return the place where state from outside goes. What the engine had itself, up to `hit`
+        and of windows up to `window_hit`, is shared with others that may be reading it: its blocks
+        are marked as not to be written."""
         name = filling.component
         if name in self._points:
             start, end = self._shape.span(name, filling.slots[0])
-            start = max(start, hit) if name in (WINDOW, WINDOW_PAGES) else start
+            start = max(start, window_hit) if name in (WINDOW, WINDOW_PAGES) else start
             return self._shape.place(name, tables, start, end)
         place = self._range(name, tables, filling.slots)
         sizes = self._shape.components[name].block_tokens

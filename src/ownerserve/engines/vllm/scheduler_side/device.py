@@ -39,8 +39,8 @@ class EngineDevice:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._hits: dict[TurnId, int] = {}
-        self._taken: set[TurnId] = set()
+        self._hits: dict[TurnId, tuple[int, int]] = {}
+        self._taken: dict[TurnId, int] = {}
         self._open: dict[int, Arrival] = {}
         self._tickets = count(1)
 
@@ -48,28 +48,32 @@ class EngineDevice:
     def layout(self) -> Layout:
         return self._layout
 
-    def heard(self, turn_id: TurnId, hit: int) -> None:
-        """Note that the engine goes on from token `hit` by itself: `DeviceAsked` may follow."""
-        self._hits[turn_id] = hit
+    def heard(self, turn_id: TurnId, hit: int, resident: int = 0) -> None:
+        """Note that the engine goes on from token `hit` by itself, and has range state up to
+        `resident` where that is more: `DeviceAsked` may follow."""
+        self._hits[turn_id] = hit, max(hit, resident)
 
-    def took(self, turn_id: TurnId) -> None:
-        """Note that the engine gave the turn blocks for what was offered: `DevicePlaced` may
-        follow."""
-        self._taken.add(turn_id)
+    def took(self, turn_id: TurnId, hit: int) -> None:
+        """Note that the engine gave the turn blocks for what was offered beyond `hit`:
+        `DevicePlaced` may follow."""
+        self._taken[turn_id] = hit
 
     def forget(self, turn_id: TurnId) -> None:
         """Forget the turn, which has nothing here any more."""
         self._hits.pop(turn_id, None)
-        self._taken.discard(turn_id)
+        self._taken.pop(turn_id, None)
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
-        """Return the engine's own hit, down to a boundary, as a whole point: what it can't go on
-        from does not count. `Later` before the engine told."""
-        hit = self._hits.get(turn_id)
-        if hit is None:
+        """Return the engine's own hit, down to a boundary, as a whole point, and what range state
+        it has beyond that. `Later` before the engine told."""
+        told = self._hits.get(turn_id)
+        if told is None:
             return Later()
-        depth = self._layout.boundary_at_or_before(hit)
-        return Match(depth, (RestorablePoint(depth),) if depth else ())
+        depth, resident = map(self._layout.boundary_at_or_before, told)
+        points = (RestorablePoint(depth),) if depth else ()
+        if resident > depth:
+            points = (RestorablePoint(resident, self._layout.point_names), *points)
+        return Match(resident, points)
 
     def shortage(self, blocks: int) -> None:
         """Return None: vLLM's pool has an order of its own, and does not say what the blocks that
@@ -80,9 +84,9 @@ class EngineDevice:
         position; `BlockPlace`s follow. `Later` before the engine gave blocks."""
         if turn_id not in self._taken:
             return Later()
-        self._taken.remove(turn_id)
         ticket, block = next(self._tickets), self._layout.block_tokens
-        start = self._layout.boundary_at_or_before(self._hits.pop(turn_id, 0))
+        start = self._layout.boundary_at_or_before(self._taken.pop(turn_id))
+        self._hits.pop(turn_id, None)
         end = len(arrival.tokens) // TOKEN_BYTES
         self._open[ticket] = arrival
         names = self._layout.point_names

@@ -26,6 +26,7 @@ from ownerserve.engines.vllm import compat
 from ownerserve.engines.vllm.identity import why_bypassed
 from ownerserve.engines.vllm.layout.places import BlockPlaces
 from ownerserve.engines.vllm.layout.shape import StateShape
+from ownerserve.engines.vllm.replay.replays import Replays
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice, Holds
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
 from ownerserve.engines.vllm.scheduler_side.late_turns import UNSAVED_LEVELS, LateTurns
@@ -33,6 +34,7 @@ from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
 from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.engines.vllm.scheduler_side.pending_commands import PendingCommands, Tally
+from ownerserve.engines.vllm.scheduler_side.resuming import Resuming
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
 from ownerserve.engines.vllm.scheduler_side.tenants import Tenants
 from ownerserve.engines.vllm.scheduler_side.turn import (
@@ -99,6 +101,7 @@ class SchedulerParts(msgspec.Struct, frozen=True):
     reports: WorkerReports
     sessions: SessionsHere
     tenants: Tenants
+    replays: Replays
     workers: int
     step_tokens: int
     bypassed: str | None = None
@@ -185,9 +188,13 @@ class SchedulerSide:
         self._measuring = parts.measuring
         self._tenants = parts.tenants
         self._bypassed = parts.bypassed
+        self._replays = parts.replays
         self._known = KnownSessions(max(self._block, *shape.group_tokens))
         self._tally = Tally(parts.workers)
         self._turns: dict[TurnId, TrackedRequest] = {}
+        self.resuming = Resuming(
+            self, self._turns, replays=parts.replays, block_tokens=self._block, ask=self._ask
+        )
         self._manager: Any = None
         self._pool: Any = None
 
@@ -224,14 +231,17 @@ class SchedulerSide:
         self._make_room(request.num_tokens - hit, asking=session_of(request))
         if turn is None:
             return 0, False
-        self._poll()
-        if request.num_preemptions != turn.preemptions:
-            turn.preemptions = request.num_preemptions
-            self.reports.arrived(request)
-            self._look(request)
-        turn.hit, turn.offer, turn.partial = hit, 0, set()
-        self._device.heard(turn_id, hit)
-        self._perform(self.state.handle(DeviceAsked(turn_id), _now()))
+        if self.resuming.waits():
+            return None, False
+        if not turn.is_asked:
+            self._ask(turn, hit, hit)
+        turn.is_asked, turn.is_promised = False, True
+        if turn.resume is not None:
+            turn.hit, tokens = hit, turn.resume.hit - hit
+            return tokens, tokens > 0
+        if turn.start < turn.offer:  # only a replay could take this, and the request has none
+            turn.offer = turn.start = 0
+            self._perform(self.state.handle(TurnGone(turn_id), _now()))
         if turn.offer > hit:
             return turn.offer - hit, True
         return (None, False) if self.state.is_waiting(turn_id) else (0, False)
@@ -252,7 +262,7 @@ class SchedulerSide:
             return
         before = len(self.pending.bringing)
         if turn.hit + tokens == turn.offer:
-            self._device.took(turn_id)
+            self._device.took(turn_id, turn.hit)
             self._perform(self.state.handle(DevicePlaced(turn_id), _now()))
         if len(self.pending.bringing) == before:  # vLLM waits for a word on this load
             self._counts["misplaced"] += 1
@@ -294,6 +304,9 @@ class SchedulerSide:
                 self._holding.lost(lost)
             self._tell_left()
             self._counts["stored_bytes"] += report.stored_bytes
+            if report.can_pad:
+                self._replays.heard(report.can_pad)
+                self.resuming.plan()
         self._measuring.reported(now)
 
     def finished(self, request: Any, tables: Tables) -> None:
@@ -322,7 +335,9 @@ class SchedulerSide:
         if session is not None and known and not is_final(request):
             prompt = min(known, request.num_prompt_tokens)
             self._known.left(SessionId(session), Plain(tokens), prompt_tokens=prompt)
-        restored = max(turn.hit, turn.offer)
+        # A replay goes on where no point stands.
+        replay = self._replays.of(request.request_id)
+        restored = 0 if replay is not None else max(turn.hit, turn.offer)
         ended = TurnEnded(turn_id, restored, request.num_prompt_tokens, known)
         self._perform(effects + self.state.handle(ended, now), turn)
         if (cell := self.state.saves.late.cell(turn_id)) is not None:
@@ -377,6 +392,7 @@ class SchedulerSide:
         if state.names.identity != self.state.names.identity:
             self._holding.renamed(state.names)
         self.state = state
+        self.resuming.plan()
 
     def close(self) -> None:
         """Give everything back and stop the threads, since the engine stops."""
@@ -405,6 +421,20 @@ class SchedulerSide:
         self._measuring.forget(turn_id)
         turn.end = 0
         self._perform(self.state.handle(event, _now()))
+
+    def _ask(self, turn: TrackedRequest, hit: int, resident: int) -> None:
+        """Let the node decide where the turn goes on, given what vLLM has of it."""
+        request, turn_id = turn.request, TurnId(turn.request.request_id)
+        self._poll()
+        if request.num_preemptions != turn.preemptions:
+            turn.preemptions = request.num_preemptions
+            self.reports.arrived(request)
+            self._look(request)
+        turn.hit = turn.window_hit = hit
+        turn.offer, turn.start, turn.partial = 0, 0, set()
+        turn.resume, turn.is_promised = None, False
+        self._device.heard(turn_id, hit, resident)
+        self._perform(self.state.handle(DeviceAsked(turn_id), _now()))
 
     def _turn_ended(self, request: Any, tables: Tables) -> None:
         """Let the session of a finished request idle from now on, or end."""
@@ -455,6 +485,11 @@ class SchedulerSide:
             self._measuring.computing(turn_id, start, end, prompt=prompt, others=others, now=_now())
         turn.end = end
         turn.partial = set()
+        replay = self._replays.of(request.request_id)
+        if replay is not None:  # what is computed below the hit stands there already
+            start = max(start, replay.hit)
+            if end <= start:
+                return
         if end // block == start // block and not start < prompt <= end:
             return
         turn.tables = compat.block_tables(output, self._manager, request.request_id)
@@ -471,6 +506,9 @@ class SchedulerSide:
         restored = max(0, cached - turn.hit) if turn.offer else 0
         self._counts[f"mode_{execution_mode(known, cached, restored)}"] += 1
         self._counts["lost_tokens"] += lost_tokens(known, cached)
+        if (replay := self._replays.of(turn.request.request_id)) is not None:
+            self._counts["replays"] += 1
+            self._counts["replayed_tokens"] += replay.hit - replay.start
 
     def _added(self, turn: TrackedRequest, end: int) -> bytes:
         known = self.state.saves.tokens(TurnId(turn.request.request_id))
@@ -543,8 +581,9 @@ class SchedulerSide:
             match effect:
                 case FindRecords():
                     self._lookup.submit(effect)
-                case Offer(turn_id, position):
+                case Offer(turn_id, position, computed_from):
                     self._turns[turn_id].offer = position
+                    self._turns[turn_id].start = computed_from
                 case FetchAndFill():
                     self._bring(effect)
                 case StoreCopy():
@@ -575,7 +614,8 @@ class SchedulerSide:
     def _bring(self, bring: FetchAndFill) -> None:
         turn = self._turns[bring.turn_id]
         places = tuple(
-            self._places.goal(turn.tables, filling, hit=turn.hit) for filling in bring.fillings
+            self._places.goal(turn.tables, filling, hit=turn.hit, window_hit=turn.window_hit)
+            for filling in bring.fillings
         )
         if not all(map(self._places.is_there, places)):
             return  # `placed` sees that there is no load

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.engines.vllm.replay.replays import ResumeAt
 from ownerserve.engines.vllm.worker_commands import Tables
 from ownerserve.kv.wire.headers import NO_TURN_LINE, TurnLine, read_session_id
 
@@ -18,13 +19,22 @@ class TrackedRequest(msgspec.Struct, eq=False):
 
     `tenant` is empty for state that all may share. `partial` are blocks that hold a window only in
     part: vLLM must not take them for whole ones. `is_told`: what came of its prompt is counted.
+
+    Up to `hit` vLLM has range state, up to `window_hit` windows; up to `offer` state can be
+    brought, and from `start` on it is computed. `resume`: where a replaying scheduler lets it go
+    on; `is_promised`: vLLM has been told so.
     """
 
     request: Any
     tenant: bytes
     preemptions: int = 0
     hit: int = 0
+    window_hit: int = 0
     offer: int = 0
+    start: int = 0
+    resume: ResumeAt | None = None
+    is_asked: bool = False
+    is_promised: bool = False
     end: int = 0
     is_told: bool = False
     tables: Tables = ()

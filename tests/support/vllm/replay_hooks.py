@@ -1,0 +1,120 @@
+"""What a test of replays does inside a worker: controls that take a part of them out, and probes.
+
+Called as `hooks.py` is, by names that begin with `replay_hooks:`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from ownerserve.engines.vllm import connector as connector_module
+from ownerserve.engines.vllm.replay import padding
+from ownerserve.engines.vllm.replay.padding import SlotPadding
+from ownerserve.engines.vllm.replay.replays import ReplayLengths
+from ownerserve.plan.restore import Planner
+
+
+def replay_lengths(worker: Any) -> dict[str, int]:
+    """What a replay computes here, and whether there is any."""
+    replays = worker.scheduler.get_kv_connector().replays
+    lengths = replays.lengths
+    return {"depth": lengths.depth, "reach": lengths.reach, "is_on": int(replays.is_on)}
+
+
+def write_what_is_replayed(worker: Any) -> None:
+    """A control: replayed rows write full attention's KV, right or not."""
+    SlotPadding.pad = lambda self, slot_mapping, blocks: 0
+
+
+def pad_by_full_blocks(worker: Any) -> None:
+    """A control: rows are found by the full blocks that they would write, whoever else does."""
+
+    def blocks(replays: Any, output: Any, groups: Any) -> tuple[int, ...]:
+        own = [i for i, g in enumerate(groups) if type(g.kv_cache_spec).__name__ == padding.FULL]
+        size, found = int(groups[own[0]].kv_cache_spec.block_size), []
+        for request_id in output.num_scheduled_tokens:
+            replay = replays.of(request_id)
+            if replay is not None:
+                tables = output.kv_connector_block_state.get_block_ids(request_id)
+                found += [block for i in own for block in tables[i][: replay.hit // size]]
+        return tuple(found)
+
+    def pad(self: Any, slot_mapping: Any, blocks: Any) -> int:
+        for group in self._full:
+            slots = slot_mapping[group.layer_names[0]]
+            mine = torch.tensor(blocks, dtype=slots.dtype)
+            rows = torch.isin(slots // int(group.kv_cache_spec.block_size), mine)
+            slots.masked_fill_(rows & (slots >= 0), padding.NOT_WRITTEN)
+        return 0
+
+    connector_module.padded_blocks = blocks
+    padding.SlotPadding.pad = pad
+
+
+def replay_half(worker: Any) -> None:
+    """A control: half of the tokens that make windows right are computed again."""
+    replays = worker.scheduler.get_kv_connector().replays
+    half = replays.lengths.depth // 2
+    replays.lengths = ReplayLengths(half, half)
+    planner = replays.planner
+    model = msgspec.structs.replace(planner.model, exact_replay_tokens=half)
+    replays.planner = Planner(model, planner.abilities)
+    side = worker.scheduler.get_kv_connector()._scheduler  # noqa: SLF001 - nobody else has it
+    side.state.use(replays.planner)
+
+
+def watch_replays(worker: Any) -> None:
+    """From here on: which window blocks of replays get a hash, and which points are copied, before
+    they are right: `seen_of_replays`."""
+    connector = worker.scheduler.get_kv_connector()
+    replays, side = connector.replays, connector._scheduler  # noqa: SLF001 - nobody else has it
+    seen = worker.seen_of_replays = {"hashed": 0, "hashed_wrong": 0, "copied": 0, "copied_wrong": 0}
+    coordinator = worker.scheduler.kv_cache_manager.coordinator
+    pool = worker.scheduler.kv_cache_manager.block_pool
+    cache_full_blocks = pool.cache_full_blocks
+
+    def cached(request: Any, blocks: Any, *, num_cached_blocks: int, num_full_blocks: int, **rest):
+        group = rest["kv_cache_group_id"]
+        window = getattr(coordinator.single_type_managers[group], "sliding_window", 0)
+        replay = replays.of(request.request_id)
+        before = [block.block_hash for block in blocks[num_cached_blocks:num_full_blocks]]
+        done = cache_full_blocks(
+            request,
+            blocks,
+            num_cached_blocks=num_cached_blocks,
+            num_full_blocks=num_full_blocks,
+            **rest,
+        )
+        if window and replay is not None:
+            for at, had in enumerate(before, start=num_cached_blocks):
+                if had is None and blocks[at].block_hash is not None:
+                    seen["hashed"] += 1
+                    # From the first row that a layer with this window has right.
+                    right = replay.start + replay.depth - window + 1
+                    seen["hashed_wrong"] += at * rest["block_size"] < right
+        return done
+
+    pool.cache_full_blocks = cached
+    handle = side.state.handle
+
+    def handled(event: Any, now: float) -> Any:
+        effects = handle(event, now)
+        replay = replays.of(getattr(event, "turn_id", ""))
+        if replay is not None:
+            for effect in effects:
+                if type(effect).__name__ in ("StoreCopy", "Pin") and not getattr(
+                    effect, "component", "window"
+                ).startswith("dense"):
+                    at = effect.slots[0] if hasattr(effect, "slots") else effect.position
+                    seen["copied"] += 1
+                    seen["copied_wrong"] += at < replay.hit
+        return effects
+
+    side.state.handle = handled
+
+
+def seen_of_replays(worker: Any) -> dict[str, int]:
+    return dict(worker.seen_of_replays)
