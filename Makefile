@@ -33,7 +33,7 @@ demo: setup      ## gateway + two workers + an agent workload, end to end
 test: setup      ## all tests that need no GPU and no vLLM
 	$(BIN)/python -m pytest -m "not vllm"
 
-# 15 s of CPU are 200 loops (tests/support/core_suite.py), whether or not files are compiled.
+# 15 s of CPU are 200 loops or fewer (tests/support/core_suite.py), whether or not files are compiled.
 test-core: setup ## the decision layers alone: no torch, no disk, in 15 s of CPU
 	$(BIN)/python -m pytest -p tests.support.core_suite --cpu-loops 200 \
 		-m "not engine and not slow and not crash" \

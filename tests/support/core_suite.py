@@ -4,10 +4,11 @@
 
 CPU seconds differ from machine to machine and with what runs beside, so the limit is in loops: how
 long this very process takes for a fixed loop in plain Python, taken again and again between the
-tests. The run fails when its CPU time, that of imports and of child processes too, is above N
-loops, and names the tests that took most; or when anything has imported one of `ENGINES`. Compiling
-files, which only the first run does where Python may keep them, is not counted. Properties are
-tried on a third of their examples.
+tests. There are two, and the dearer one counts: a slow core slows the one that counts numbers, who
+else uses the memory the one that makes objects. The run fails when its CPU time, that of imports
+and of child processes too, is above N loops, and names the tests that took most; or when anything
+has imported one of `ENGINES`. Compiling files, which only the first run does where Python may keep
+them, is not counted. Properties are tried on a third of their examples.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from hypothesis import settings
 
 from tests.support import examples
 
-PASSES = 600_000
-"""Of the loop: about 0.075 s of CPU."""
-PARTS = 16
+COUNTED, MADE = 600_000, 120_000
+"""Passes of a loop that counts and of one that makes objects: each about 0.075 s of CPU."""
+PARTS = 8
 """A loop is run in so many, one at a time."""
-EVERY = 24
+EVERY = 48
 """Tests between two parts."""
 NAMED = 10
 ENGINES = ("torch", "transformers", "vllm")
@@ -41,7 +42,8 @@ settings.register_profile("core", max_examples=100 // examples.divisor)
 settings.load_profile("core")
 
 _spent_s: Counter[str] = Counter()
-_parts_s: list[float] = []
+_counting_s: list[float] = []
+_making_s: list[float] = []
 _compiling_s: list[float] = []
 
 
@@ -52,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if len(_spent_s) % EVERY == 0:
-        _parts_s.append(part_s())
+        run_part()
     began_s = cpu_s()
     found = yield
     _spent_s[item.nodeid] = cpu_s() - began_s
@@ -62,9 +64,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     limit = session.config.getoption("--cpu-loops")
-    _parts_s.append(part_s())
-    one_s = PARTS * sum(_parts_s) / len(_parts_s)
-    spent_s = cpu_s() - sum(_parts_s) - sum(_compiling_s)
+    run_part()
+    one_s = PARTS * max(sum(_counting_s), sum(_making_s)) / len(_counting_s)
+    spent_s = cpu_s() - sum(_counting_s) - sum(_making_s) - sum(_compiling_s)
     loops = spent_s / one_s
     is_over = limit is not None and loops > limit
     lines = [
@@ -86,18 +88,27 @@ def cpu_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in use)
 
 
-def part_s() -> float:
-    """CPU seconds of a part of the loop: calls, small numbers, a dict, a list, as decisions are
-    made of. Who else uses the machine slows it as it slows the tests around it."""
+def run_part() -> None:
+    """Run a part of each loop and note its CPU seconds: calls, small numbers, a dict, a list, as
+    decisions are made of; and objects all over the memory, as tests make them."""
     began_s = time.process_time()
     counts: dict[int, int] = {}
     kept: list[int] = []
-    for number in range(PASSES // PARTS):
+    for number in range(COUNTED // PARTS):
         key = hash((number, number & 7)) & 255
         counts[key] = counts.get(key, 0) + 1
         if not key:
             kept.append(number)
-    return time.process_time() - began_s
+    _counting_s.append(time.process_time() - began_s)
+    began_s = time.process_time()
+    made: dict[int, tuple[int, str]] = {}
+    for number in range(MADE // PARTS):
+        key = number * 2_654_435_761 % 60_000
+        made[key] = (number, str(key))
+        again = made.get(hash((number, key)) % 60_000)
+        if again is not None and again[0] == number:
+            del made[key]
+    _making_s.append(time.process_time() - began_s)
 
 
 def _timed(compiling: Callable[..., Any]) -> Callable[..., Any]:
