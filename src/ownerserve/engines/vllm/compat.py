@@ -143,6 +143,26 @@ def block_tables(scheduler_output: Any, cache_manager: Any, request_id: str) -> 
     return tables
 
 
+def free_queue(pool: Any) -> Any:
+    """Return the queue in which the block pool keeps its free blocks."""
+    return pool.free_block_queue
+
+
+def take_the_place_of_the_queue(pool: Any, order: object) -> Sequence[str]:
+    """Put `order` in the place of the pool's queue of free blocks. Return what that queue can do or
+    tells and `order` does not: where there is anything, the pool keeps its queue."""
+    own = {name for name in dir(pool.free_block_queue) if not name.startswith("_")}
+    missing = sorted(own - set(dir(order)))
+    if not missing:
+        pool.free_block_queue = order
+    return missing
+
+
+def prefix_cache_of(pool: Any) -> object:
+    """Return what the pool finds cached blocks by; a reset of the cache makes another one."""
+    return pool.cached_block_hash_to_block
+
+
 def evictable_blocks(pool: Any) -> int:
     """Return how many blocks of vLLM's pool nobody uses and hold something, at least.
 

@@ -181,7 +181,7 @@ class SchedulerSide:
         self._device = device
         self._places = BlockPlaces(shape)
         self._block = shape.payload.block_tokens
-        self._shape, self._step_tokens = shape, parts.step_tokens
+        self._shape = shape
         self._lookup, self._holding = parts.lookup, parts.holding
         self._sessions = parts.sessions
         self._soft = parts.soft
@@ -228,7 +228,6 @@ class SchedulerSide:
         turn_id = TurnId(request.request_id)
         turn = self._turns.get(turn_id)
         self._late.asks(request.request_id, request.num_tokens - hit)
-        self._make_room(request.num_tokens - hit, asking=session_of(request))
         if turn is None:
             return 0, False
         if self.resuming.waits():
@@ -283,8 +282,7 @@ class SchedulerSide:
                 self._computing(turn, count, output)
         for session in self.reports.stepped(scheduled):
             self._soft.released(session)
-        if scheduled:  # the next step takes about as much
-            self._make_room(sum(scheduled.values()), asking=None)
+        self._soft.tidy(_now())
         self._late.asked()
         return self.pending.take(is_idle=not scheduled)
 
@@ -445,7 +443,7 @@ class SchedulerSide:
             self._perform(self.state.handle(SessionOver(SessionId(session)), _now()))
             self._holding.over(SessionId(session))
         else:
-            self._soft.finished(session, tuple(map(list, tables)), _now())
+            self._soft.finished(session, tables, _now())
 
     def _tell_left(self) -> None:
         """Tell where a gateway's sessions were left, now that the store has all that will be of
@@ -453,13 +451,6 @@ class SchedulerSide:
         if self.state.saves.left:
             left, self.state.saves.left = self.state.saves.left, []
             self._holding.left([tip for tip in left if is_name(tip.session_id)])
-
-    def _make_room(self, tokens: int, *, asking: str | None) -> None:
-        """Make vLLM take the blocks for so many tokens from idle sessions last."""
-        if len(self._soft):
-            self.counting.stir()
-            blocks = self._shape.blocks_for(tokens, step_tokens=self._step_tokens)
-            self._soft.make_room(blocks, _now(), asking=asking)
 
     def _poll(self) -> None:
         if self._lookup.has_answers or len(self.state.restores):

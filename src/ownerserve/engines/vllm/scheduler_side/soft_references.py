@@ -1,230 +1,266 @@
-"""Soft references change the order in which vLLM's own BlockPool evicts, and nothing else.
+"""Soft references decide which blocks of vLLM's own pool idle sessions wish to find again.
 
-Owns the order of the pool's free blocks and no reference: `touch` then `free_blocks` moves a free
-block to the end of the queue that vLLM evicts from the front. So a wished-for block stays a free
-block. vLLM can always have it, resets its cache when it likes, and counts it as room.
-
-    free queue   [ others ........ | wished for by idle sessions, tails first ]
-                   taken first       taken when nothing else is left
-
-Blocks that are freed later land behind; `make_room` looks at the front, just as far as blocks are
-about to be taken, and moves what is wished for out of the way.
+A wish is an order of eviction and never a reference: see `free_order`. Owns the sessions that are
+idle, with the block tables that their last turns left; wishes are kept over a turn, so that the end
+of a turn costs what the turn has changed. What a session ceases to wish for (its time is over, it
+has gone elsewhere, there are too many) is worked off a few blocks at a time, and taken first
+meanwhile.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
+from ownerserve.engines.vllm import compat
+from ownerserve.engines.vllm.scheduler_side.free_order import Block, FreeOrder, Keeper
 from ownerserve.engines.vllm.settings import SoftReference
-from ownerserve.node.retention.soft_references import SoftBlock, SoftLedger, SoftLimits
+from ownerserve.engines.vllm.worker_commands import Tables
+from ownerserve.kv.errors import InvariantViolated
 
-MOVES_PER_BLOCK = 8
-"""How much work a taken block may cost. When blocks have to be moved, so many others are brought
-to the front (at worst: given up) that on average no more than this are moved for each one taken."""
+log = logging.getLogger("vllm.ownerserve")
 
-
-class Block(Protocol):
-    """A `Block` is vLLM's KVCacheBlock, as far as it is read here."""
-
-    block_id: int
-    ref_cnt: int
-    is_null: bool
-    next_free_block: Block | None
-
-    @property
-    def block_hash(self) -> Hashable | None: ...
-
-
-class FreeQueue(Protocol):
-    """A `FreeQueue` is vLLM's FreeKVCacheBlockQueue, as far as it is read here."""
-
-    fake_free_list_head: Block
-    num_free_blocks: int
+WORKED_OFF = 128
+"""Most blocks whose wishes end in one call: about 0.1 ms."""
 
 
 class BlockPool(Protocol):
     """A `BlockPool` is vLLM's BlockPool, as far as it is used here."""
 
     blocks: Sequence[Block]
-    free_block_queue: FreeQueue
-
-    def touch(self, blocks: Sequence[Block]) -> None: ...
-
-    def free_blocks(self, ordered_blocks: Iterable[Block]) -> None: ...
 
 
 class SoftStatus(msgspec.Struct, frozen=True):
-    """A `SoftStatus` counts what idle sessions keep now. `lost` were taken by vLLM, `given_up` were
-    needed."""
+    """A `SoftStatus` counts what idle sessions keep now, and what they do not keep any more:
+    `given_up` were needed by others, `expired` in time, `over_limit` were too many."""
 
     sessions: int
     blocks: int
-    moved: int
     given_up: int
     expired: int
     over_limit: int
-    lost: int
+
+
+class SessionKeeper(Keeper):
+    """A `SessionKeeper` is an idle session, which wishes for blocks [first, end) of each KV cache
+    group's table, as its last turn left them."""
+
+    __slots__ = ("end", "first", "name", "tables", "until_s", "why")
+
+    def __init__(self, name: str, groups: int) -> None:
+        super().__init__()
+        self.name = name
+        self.until_s = 0.0
+        self.why = ""
+        """What its wishes end of, once they do."""
+        self.tables: list[Sequence[int]] = [()] * groups
+        self.first = [0] * groups
+        self.end = [0] * groups
 
 
 class SoftReferences:
-    """`SoftReferences` keeps the blocks that idle sessions wish for at the far end of the pool's
-    free queue (see the module). Called on the scheduler's thread only."""
+    """`SoftReferences` keep the wishes of idle sessions (see the module). Called on the scheduler's
+    thread only."""
 
     def __init__(self, settings: SoftReference) -> None:
         self._settings = settings
         self._pool: BlockPool | None = None
-        self._group_block_tokens: Sequence[int] = ()
-        self._ledger: SoftLedger | None = None
+        self._order: FreeOrder | None = None
+        self._group_tokens: Sequence[int] = ()
+        self._most_blocks = 0
+        self._content: object = None
+        """The pool's cache that wishes are about: a reset makes another one."""
+        self._sessions: OrderedDict[str, SessionKeeper] = OrderedDict()
+        """The session idle for longest stands first."""
+        self._leaving: deque[SessionKeeper] = deque()
+        """Sessions whose wishes end, a few blocks at a time."""
+        self._counts: Counter[str] = Counter()
 
     @property
     def counts(self) -> Counter[str]:
-        """`counts` are blocks so far: `moved`, `given_up`, `expired`, `over_limit`, `lost`."""
-        return self._ledger.counts if self._ledger is not None else Counter()
+        """`counts` are blocks so far: `given_up`, `expired`, `over_limit`."""
+        if self._order is not None:
+            self._counts["given_up"] = self._order.counts["given_up"]
+        return self._counts
 
     def __len__(self) -> int:
         """Return how many blocks idle sessions wish for."""
-        return 0 if self._ledger is None else len(self._ledger)
+        return 0 if self._order is None else self._order.kept
 
-    def bind(self, pool: BlockPool, group_block_tokens: Sequence[int] = ()) -> None:
-        """Use this pool. `group_block_tokens` are the tokens that a block of each KV cache group
-        spans."""
-        self._pool = pool
-        self._group_block_tokens = group_block_tokens
+    def bind(self, pool: BlockPool, group_tokens: Sequence[int]) -> None:
+        """Use this pool, in which a block of each KV cache group spans `group_tokens` tokens."""
+        self._pool, self._group_tokens = pool, group_tokens
+        self._most_blocks = int((len(pool.blocks) - 1) * self._settings.pool_fraction)
         if self._settings.ttl_s > 0:
-            usable = len(pool.blocks) - 1  # without the null block
-            max_blocks = int(usable * self._settings.pool_fraction)
-            self._ledger = SoftLedger(SoftLimits(ttl_s=self._settings.ttl_s, max_blocks=max_blocks))
+            order = FreeOrder(compat.free_queue(pool), pool.blocks)
+            if missing := compat.take_the_place_of_the_queue(pool, order):
+                log.warning("idle sessions have no soft references: free blocks have %s", missing)
+                return
+            self._order, self._content = order, compat.prefix_cache_of(pool)
 
-    def finished(
-        self, session_id: str | None, blocks_by_group: Sequence[Sequence[int]], now: float
-    ) -> None:
-        """Refer to the blocks of a session's turn that ended well, with these block tables; 0 is
-        the null block."""
-        ledger, pool = self._ledger, self._pool
-        if ledger is None or pool is None or session_id is None:
+    def finished(self, session_id: str | None, tables: Tables, now: float) -> None:
+        """Wish for the blocks of a session's turn that ended well, with these block tables; 0 is
+        the null block. The caller leaves the tables as they are."""
+        if self._order is None or session_id is None:
             return
-        blocks = list(self._by_position(pool, blocks_by_group))
-        if len(ledger) + len(blocks) > ledger.limits.max_blocks:
-            ledger.forget_lost(self._holds)
-        ledger.ended(session_id, blocks, now)
+        self._forget_a_reset()
+        idle = self._sessions.pop(session_id, None) or SessionKeeper(session_id, len(tables))
+        has_lost, idle.has_lost = idle.has_lost, False
+        for group, ids in enumerate(tables):
+            self._renew(self._order, idle, group, ids=ids, has_lost=has_lost)
+        if idle.blocks:
+            idle.until_s = now + self._settings.ttl_s
+            self._sessions[session_id] = idle
+            self._order.give_up_last(idle)
+        self.tidy(now)
 
     def resumed(self, session_id: str | None, now: float) -> None:
         """Begin the session's time anew, since a turn of it is here; it may have to wait."""
-        if self._ledger is not None and session_id is not None:
-            self._ledger.is_back(session_id, now)
+        idle = self._sessions.get(session_id) if session_id is not None else None
+        if idle is not None and self._order is not None:
+            idle.until_s = now + self._settings.ttl_s
+            self._sessions.move_to_end(idle.name)
+            self._order.give_up_last(idle)
 
     def released(self, session_id: str) -> None:
         """Forget the session, which has gone elsewhere or is over."""
-        if self._ledger is not None:
-            self._ledger.drop(session_id)
+        idle = self._sessions.get(session_id)
+        if idle is not None:
+            self._leave(idle, "released")
 
-    def make_room(self, blocks: int, now: float, *, asking: str | None = None) -> int:
-        """Move wished-for blocks out of the way, since `blocks` are about to be taken. Called
-        before each step, also one that only decodes: here references end.
-
-        Where there are too few of those, idle sessions give up theirs, tails first, the session
-        `asking` last. Returns how many were given up. Never fails: what can't be spared is taken.
-        """
-        ledger, pool = self._ledger, self._pool
-        if ledger is None or pool is None:
-            return 0
-        ledger.expire(now)
-        if blocks <= 0 or not len(ledger):
-            return 0
-        if not self._front(pool, blocks)[0]:
-            return 0
-        reserve = blocks + len(ledger) // MOVES_PER_BLOCK
-        in_the_way, others = self._front(pool, reserve)
-        given_up = 0
-        fits = blocks <= pool.free_block_queue.num_free_blocks
-        if others < reserve and fits:  # what does not fit waits: nothing is given up for it
-            given_up = self._give_up(min(reserve - others, len(in_the_way)), asking)
-            in_the_way, _ = self._front(pool, reserve)
-        pool.touch(in_the_way)
-        pool.free_blocks(in_the_way)
-        ledger.counts["moved"] += len(in_the_way)
-        return given_up
-
-    def _give_up(self, missing: int, asking: str | None) -> int:
-        """Give wishes up until `missing` free blocks are nobody's, or all are."""
-        ledger, pool = self._ledger, self._pool
-        assert ledger is not None and pool is not None
-        given_up = 0
-        for wished in ledger.give_up(asking):
-            given_up += self._holds(wished) and not pool.blocks[wished.block_id].ref_cnt
-            if given_up >= missing:
+    def tidy(self, now: float) -> None:
+        """End the wishes of sessions whose time is over, and those that are too many: WORKED_OFF at
+        most, the rest in later calls. Called in every step."""
+        if self._order is None:
+            return
+        self._forget_a_reset()
+        while self._sessions:
+            idle = next(iter(self._sessions.values()))
+            if idle.until_s > now:
                 break
-        ledger.counts["given_up"] += given_up
-        return given_up
+            self._leave(idle, "expired")
+        left = WORKED_OFF
+        while left and self._leaving:
+            left -= self._shorten(self._order, self._leaving[0], most=left)
+            if not self._leaving[0].blocks:
+                self._leaving.popleft()
+        while left and self._sessions and self._order.kept > self._most_blocks:
+            idle = next(iter(self._sessions.values()))
+            idle.why = "over_limit"
+            left -= self._shorten(self._order, idle, most=1)
+            if not idle.blocks:
+                del self._sessions[idle.name]
 
     def clear(self) -> None:
-        """Forget every wish: the cache was reset."""
-        if self._ledger is not None:
-            self._ledger.clear()
+        """Forget every wish: the cache was reset, or the engine stops."""
+        if self._order is not None and self._pool is not None:
+            self._order.clear()
+            self._sessions.clear()
+            self._leaving.clear()
+            self._content = compat.prefix_cache_of(self._pool)
 
     def wants(self, block: Block) -> bool:
         """Return whether an idle session wishes for what the block holds now."""
-        ledger = self._ledger
-        return ledger is not None and ledger.wants(SoftBlock(block.block_id, block.block_hash))
+        return self._order is not None and self._order.is_kept(block.block_id)
 
     def check(self) -> None:
-        """Raise InvariantViolated unless the wishes agree with themselves."""
-        if self._ledger is not None:
-            self._ledger.check()
+        """Raise InvariantViolated unless wishes, sessions and the order agree."""
+        if self._order is None:
+            return
+        self._order.check()
+        for idle in (*self._sessions.values(), *self._leaving):
+            held = sum(
+                idle in self._order.keepers_of(block_id)
+                for ids, first, end in zip(idle.tables, idle.first, idle.end, strict=True)
+                for block_id in set(ids[first:end])
+            )
+            if held != idle.blocks:
+                raise InvariantViolated(f"{idle.name} holds {held} blocks, {idle.blocks} counted")
+        if self._order.kept > self._most_blocks and not self._leaving:
+            raise InvariantViolated(f"{self._order.kept} blocks, {self._most_blocks} may be")
 
     def status(self) -> SoftStatus:
-        """Return what idle sessions keep now; blocks that vLLM has taken are forgotten first."""
-        if self._ledger is None:
-            return SoftStatus(0, 0, 0, 0, 0, 0, 0)
-        self._ledger.forget_lost(self._holds)
-        counts = self.counts
-        names = ("moved", "given_up", "expired", "over_limit", "lost")
-        return SoftStatus(
-            self._ledger.sessions, len(self._ledger), *(counts[name] for name in names)
-        )
+        """Return what idle sessions keep now."""
+        kept = sum(1 for idle in self._sessions.values() if idle.blocks)
+        names = ("given_up", "expired", "over_limit")
+        return SoftStatus(kept, len(self), *(self.counts[name] for name in names))
 
-    def _front(self, pool: BlockPool, blocks: int) -> tuple[list[Block], int]:
-        """Return the wished-for blocks before the last of the first `blocks` others, and how many
-        others there are."""
-        assert self._ledger is not None
-        in_the_way: list[Block] = []
-        others = 0
-        for block in free_blocks(pool):
-            if others == blocks:
-                break
-            if self._ledger.wants(SoftBlock(block.block_id, block.block_hash)):
-                in_the_way.append(block)
-            else:
-                others += 1
-        return in_the_way, others
+    # -- parts ---------------------------------------------------------------------------------
 
-    def _by_position(
-        self, pool: BlockPool, blocks_by_group: Sequence[Sequence[int]]
-    ) -> Iterator[SoftBlock]:
-        """Yield the cached blocks of all groups in the order of the tokens they end with."""
-        lengths = self._group_block_tokens or [1] * len(blocks_by_group)
-        placed = [
-            ((index + 1) * tokens, group, block_id)
-            for group, (ids, tokens) in enumerate(zip(blocks_by_group, lengths, strict=True))
-            for index, block_id in enumerate(ids)
-        ]
-        for _, _, block_id in sorted(placed):
-            block = pool.blocks[block_id]
-            if not block.is_null and block.block_hash is not None:
-                yield SoftBlock(block_id, block.block_hash)
-
-    def _holds(self, wished: SoftBlock) -> bool:
+    def _renew(
+        self,
+        order: FreeOrder,
+        idle: SessionKeeper,
+        group: int,
+        *,
+        ids: Sequence[int],
+        has_lost: bool,
+    ) -> None:
+        """Wish for a group's table as it is now: what it begins with as before stays as it is."""
         assert self._pool is not None
-        return self._pool.blocks[wished.block_id].block_hash == wished.content
+        blocks, before, last = self._pool.blocks, idle.tables[group], idle.end[group]
+        same = _alike(before, ids, most=last)
+        if has_lost:
+            same = order.kept_in_row(idle, ids[:same])
+        gone = before[max(same, idle.first[group]) : last]
+        for block_id in set(gone).difference(ids[same:]) if gone else ():
+            order.let_go(idle, block_id)
+        start, end = same, len(ids)
+        while end > same and (not ids[end - 1] or blocks[ids[end - 1]].block_hash is None):
+            end -= 1
+            order.let_go(idle, ids[end])
+        while start < end and not ids[start]:
+            start += 1
+        # One of them that holds nothing is let go of when vLLM frees it, and noted as lost then.
+        order.keep_all(idle, ids[start:end])
+        idle.first[group] = idle.first[group] if same else start
+        idle.tables[group], idle.end[group] = ids, end
+
+    def _leave(self, idle: SessionKeeper, why: str) -> None:
+        del self._sessions[idle.name]
+        idle.why = why
+        self._leaving.append(idle)
+        if self._order is not None:
+            self._order.give_up_first(idle)
+
+    def _shorten(self, order: FreeOrder, idle: SessionKeeper, *, most: int) -> int:
+        """End up to `most` wishes of the session, from its tail; return how many were looked at."""
+        for looked in range(most):
+            if not idle.blocks:
+                return looked
+            group = self._deepest(idle)
+            idle.end[group] -= 1
+            block_id = idle.tables[group][idle.end[group]]
+            if block_id and order.let_go(idle, block_id):
+                self._counts[idle.why] += 1
+        return most
+
+    def _deepest(self, idle: SessionKeeper) -> int:
+        """Return the group whose last wished-for block ends with the latest token."""
+        groups = [at for at, end in enumerate(idle.end) if end > idle.first[at]]
+        assert groups, f"{idle.name} wishes for {idle.blocks} blocks that are in no table"
+        if len(groups) == 1:
+            return groups[0]
+        return max(groups, key=lambda at: idle.end[at] * self._group_tokens[at])
+
+    def _forget_a_reset(self) -> None:
+        """Forget all wishes when vLLM has reset its cache since: they are for what is no more."""
+        if self._pool is not None and compat.prefix_cache_of(self._pool) is not self._content:
+            self.clear()
 
 
-def free_blocks(pool: BlockPool) -> Iterator[Block]:
-    """Yield the pool's free blocks in the order in which it takes them."""
-    block = pool.free_block_queue.fake_free_list_head.next_free_block
-    while block is not None and block.block_id >= 0:  # the fake tail is -1
-        yield block
-        block = block.next_free_block
+def _alike(before: Sequence[int], ids: Sequence[int], *, most: int) -> int:
+    """Return how many of the first `most` blocks are the same in both tables."""
+    low, high = 0, min(most, len(before), len(ids))
+    middle = high
+    while low < high:
+        if before[low:middle] == ids[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
