@@ -37,3 +37,15 @@ def test_two_ranks_restore_their_shards_or_nothing(rig: Rig, store: Path) -> Non
     oracle.assert_same("qwen3", rig.cold("qwen3", prompt), computed)
     settle(after)
     assert after.hook("connector_status")["restore_miss"] == 1
+
+
+def test_another_number_of_ranks_finds_nothing(rig: Rig, store: Path) -> None:
+    prompt = tiny.prompt(400, seed=123)
+    for ranks in (1, 2):
+        connector = connectors.ours(store)
+        worker = rig.worker("qwen3", connector, tensor_parallel_size=ranks)
+        computed = worker.generate(prompt)
+        assert computed.cached == 0, ranks
+        oracle.assert_same("qwen3", rig.cold("qwen3", prompt), computed)
+        settle(worker)
+        worker.shutdown()

@@ -16,19 +16,12 @@ def test_defaults_need_a_store_only(tmp_path: Path) -> None:
     settings = decode({"store": str(tmp_path)})
     assert settings.restore_deadline_s == 5.0
     assert settings.soft_reference.ttl_s == 300.0
-    assert settings.store_of(rank=0, world=1) == tmp_path
 
 
 def test_what_waits_for_the_drive_follows_from_what_waits_for_its_copy(tmp_path: Path) -> None:
     given = {"store": str(tmp_path), "copy_bytes": 1000}
     assert decode(given).buffer_bytes == 4000
     assert decode({**given, "save_buffer_bytes": 7}).buffer_bytes == 7
-
-
-def test_each_rank_has_its_shard(tmp_path: Path) -> None:
-    settings = decode({"store": str(tmp_path)})
-    shards = {settings.store_of(rank=rank, world=2) for rank in range(2)}
-    assert len(shards) == 2 and all(shard.parent == tmp_path for shard in shards)
 
 
 @pytest.mark.parametrize(

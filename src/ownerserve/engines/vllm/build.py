@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -15,6 +16,7 @@ import msgspec
 from ownerserve.engines.vllm import compat, identity
 from ownerserve.engines.vllm.layout import shape
 from ownerserve.engines.vllm.layout.codec import PageCodec
+from ownerserve.engines.vllm.ranks import Ranks
 from ownerserve.engines.vllm.replay import rules
 from ownerserve.engines.vllm.replay.padding import SlotPadding
 from ownerserve.engines.vllm.replay.replays import ReplayLengths, Replays
@@ -89,7 +91,9 @@ class ConnectorParts:
                 raise InvalidInput(field, f"{getattr(parallel, field)}", "use 1")
         self.config = vllm_config
         self.kv_cache_config = kv_cache_config
-        self.world = int(parallel.tensor_parallel_size)
+        self.ranks = Ranks.of(parallel)
+        self.store = Path(self.settings.store)
+        self.home = self.ranks.home(self.store)
         self.not_served: str | None = None
         try:
             self.shape = shape.describe(
@@ -107,7 +111,7 @@ class ConnectorParts:
     def identity(self) -> Identity:
         """`identity` is the name that this engine's state bears; the weight files may be read for
         it."""
-        cache = self.settings.store_of(rank=0, world=1) / "weights.json"
+        cache = self.home / "weights.json"
         return identity.identity_of(
             self.config, self.shape.payload, weights=self.settings.weights, cache=cache
         )
@@ -118,14 +122,14 @@ class ConnectorParts:
         if self.settings.restores == "always":
             return Calibration(None, ALWAYS)
         name = f"costs-{self.identity.digest().hex()[:16]}.json"
-        return Calibration(self.settings.store_of(rank=0, world=1) / name)
+        return Calibration(self.home / name)
 
     @cached_property
     def replays(self) -> Replays:
         """`replays` are those of this engine core; without a planner where it can do none."""
         lengths = ReplayLengths()
         if not rules.is_asked(self.config):
-            return Replays(lengths, None, workers=self.world)
+            return Replays(lengths, None, workers=self.ranks.tensor)
         groups = self.kv_cache_config.kv_cache_groups
         stages = int(self.config.parallel_config.pipeline_parallel_size)
         why = rules.why_off(self.config, self.kv_cache_config, has_hooks=compat.has_replay_hooks())
@@ -140,10 +144,10 @@ class ConnectorParts:
         )
         if why is not None:
             log.warning("nothing is replayed: %s", why)
-            return Replays(lengths, None, workers=self.world)
+            return Replays(lengths, None, workers=self.ranks.tensor)
         model = msgspec.structs.replace(self.shape.model_state(), exact_replay_tokens=lengths.reach)
         able = msgspec.structs.replace(self.abilities(), can_replay=True, per_group_hit=True)
-        return Replays(lengths, Planner(model, able), workers=self.world)
+        return Replays(lengths, Planner(model, able), workers=self.ranks.tensor)
 
     @cached_property
     def device(self) -> EngineDevice:
@@ -194,9 +198,7 @@ class ConnectorParts:
 
     def abilities(self) -> Abilities:
         """Return what vLLM lets a connector do on this platform."""
-        from vllm.platforms import current_platform
-
-        if not current_platform.is_cpu():
+        if not compat.is_cpu():
             return VLLM
         return msgspec.structs.replace(VLLM, landing_tier=Tier.DEVICE)
 
@@ -209,11 +211,11 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
         log.warning("state is neither kept nor restored: %s", parts.not_served or why)
     components = ", ".join(parts.shape.components)
     log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
-    lookup = StoreLookup(parts.settings.store_of(rank=0, world=parts.world))
+    lookup = StoreLookup(parts.ranks.shards(parts.store)[0])
     unit, kept = unit_of(parts), holding(parts)
     sessions = SessionsHere(ownership(parts, unit, kept.inventory) if why is None else None)
     reports = worker_reports(
-        parts, opened(NodeRpcHandler(limits(parts, unit), kept, sessions), parts.settings)
+        parts, opened(NodeRpcHandler(limits(parts, unit), kept, sessions), parts)
     )
     tiers = tiers_of(parts.settings)
 
@@ -233,9 +235,9 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
         ),
         reports=reports,
         sessions=sessions,
-        tenants=Tenants.of(parts.settings.store_of(rank=0, world=1)),
+        tenants=Tenants.of(parts.home),
         replays=parts.replays,
-        workers=parts.world,
+        workers=parts.ranks.tensor,
         step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
         bypassed=why,
     )
@@ -245,8 +247,7 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
 def unit_of(parts: ConnectorParts) -> RoutingUnit:
     """Return the routing unit that this engine core is, in this life: each call makes another
     one."""
-    rank = int(parts.config.parallel_config.data_parallel_rank)
-    return RoutingUnit(worker_id(parts), rank, Incarnation(time.time_ns()))
+    return RoutingUnit(worker_id(parts), parts.ranks.data_parallel, Incarnation(time.time_ns()))
 
 
 def ownership(parts: ConnectorParts, unit: RoutingUnit, inventory: Inventory) -> Ownership | None:
@@ -269,11 +270,10 @@ def ownership(parts: ConnectorParts, unit: RoutingUnit, inventory: Inventory) ->
 
 def holding(parts: ConnectorParts) -> Holding:
     """Make what tells of all ranks' stores; its thread starts."""
-    root = parts.settings.store_of(rank=0, world=1)
     return Holding(
         parts.names(parts.identity),
-        [parts.settings.store_of(rank=rank, world=parts.world) for rank in range(parts.world)],
-        root / f"sessions-{parts.identity.digest().hex()[:16]}.jsonl",
+        parts.ranks.shards(parts.store),
+        parts.home / f"sessions-{parts.identity.digest().hex()[:16]}.jsonl",
         can_replay=parts.abilities().can_replay,
     )
 
@@ -319,12 +319,15 @@ def tiers_of(settings: ConnectorSettings) -> dict[Tier, int | None]:
     return {Tier.HOST: settings.host_cache_bytes, **disk} if settings.host_cache_bytes else disk
 
 
-def opened(handler: NodeRpcHandler, settings: ConnectorSettings) -> NodeRpcHandler | None:
+def opened(handler: NodeRpcHandler, parts: ConnectorParts) -> NodeRpcHandler | None:
     """Let the handler answer, and return it; None, with a warning, where its address can't be left
     in the store."""
-    port = gateway_port(settings.rpc_host, settings.rpc_port, settings.curve_key_file)
+    settings = parts.settings
+    # Each data-parallel rank answers for itself, at a port of its own.
+    asked = settings.rpc_port and settings.rpc_port + parts.ranks.data_parallel
+    port = gateway_port(settings.rpc_host, asked, settings.curve_key_file)
     try:
-        handler.open(settings.store_of(rank=0, world=1), port)
+        handler.open(parts.home, port)
     except OSError as error:
         log.warning("%s; /ownerserve/* has no answers", error)
         return None
@@ -344,9 +347,7 @@ def slot_padding(parts: ConnectorParts) -> SlotPadding | None:
 
 def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
     """Make the worker's side of one rank, once its caches exist."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    rank = get_tensor_model_parallel_rank()
+    rank = compat.tensor_rank()
     first = next(iter(kv_caches.values()))
     device = (first if hasattr(first, "device") else first[0]).device
     if device.type == "cpu":
@@ -373,7 +374,7 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
         transposed=[name for name, swapped in lies_swapped.items() if swapped],
         staging_bytes=parts.settings.staging_bytes,
     )
-    directory = parts.settings.store_of(rank=rank, world=parts.world)
+    directory = parts.ranks.shard(parts.store, rank)
     cache_bytes, cuda = parts.settings.host_cache_bytes, host_runtime(device)
     buffer_bytes = parts.settings.buffer_bytes
     backing = open_backing(directory, cache_bytes, cuda=cuda, buffer_bytes=buffer_bytes)

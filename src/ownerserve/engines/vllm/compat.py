@@ -133,6 +133,13 @@ def layer_index(name: str) -> int:
     return numbers[0]
 
 
+def tensor_rank() -> int:
+    """Return this worker's tensor-parallel rank."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
 def block_tables(scheduler_output: Any, cache_manager: Any, request_id: str) -> Tables:
     """Return the block ids of a scheduled request, one list a KV group."""
     state = getattr(scheduler_output, "kv_connector_block_state", None)
@@ -193,6 +200,20 @@ def conv_columns_first() -> bool:
 
     shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(1, 1, 1, 3, 5, 4)
     return tuple(shapes[0]) == (3, 11)
+
+
+def is_cpu() -> bool:
+    """Return whether vLLM's caches are in host memory."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def external_hash(block_hash: Any) -> Any:
+    """Return a block's hash as vLLM's own events tell it."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    return maybe_convert_block_hash(block_hash)
 
 
 def ready_the_cpu() -> None:

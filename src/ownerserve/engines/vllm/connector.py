@@ -75,6 +75,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         if self._scheduler is not None:  # for a scheduler of ours
             self.replays, self.resuming = parts.replays, self._scheduler.resuming
         self._worker: Any = None
+        self._step: KVConnectorMetadata | None = None
         self._saved: WorkerCommands | None = None
         self._padding: SlotPadding | None = None
         self._has_said = False
@@ -92,6 +93,14 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Do nothing: blocks that are still to be copied have a reference of ours."""
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._step = connector_metadata
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._step = None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         commands = self._commands()
@@ -126,8 +135,8 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         return None if report.is_empty else StepReport(report)
 
     def _commands(self) -> WorkerCommands:
-        metadata = self._connector_metadata
-        return metadata.commands if isinstance(metadata, StepCommands) else WorkerCommands()
+        step = self._step
+        return step.commands if isinstance(step, StepCommands) else WorkerCommands()
 
     def _results(self) -> tuple[set[str], set[str]]:
         if self._worker is None:

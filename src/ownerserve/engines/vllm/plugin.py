@@ -7,6 +7,8 @@
     POST /ownerserve/admit      {"tokens": 1200} -> admitted, or 429 and why
     POST /ownerserve/release    {"session_id": "s"}: the session has gone elsewhere
 
+    ?rank=1 asks the engine core of a data-parallel rank; the first one answers otherwise
+
 A request asks the engine core's RPC handler (scheduler_side/node_rpc.py) over loopback, found by
 the address that the connector leaves in its store. vLLM's allow-list is for all plug-ins: whoever
 sets it names every other plug-in in use too.
@@ -37,6 +39,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ownerserve.engines.vllm.flags import extra_of
+from ownerserve.engines.vllm.ranks import home_of
 from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId
@@ -80,6 +83,8 @@ PAUSE_S = 1.0
 """How long a silent engine core is not asked again."""
 
 _TURN, _ANSWER = TURN_HEADER.encode(), ANSWER_HEADER.encode()
+_RANK = b"x-data-parallel-rank"
+"""vLLM's header by which a request goes to an engine core."""
 
 Send = Callable[[Any], Awaitable[None]]
 
@@ -92,6 +97,7 @@ class CoreLine:
     """
 
     def __init__(self, store: Path) -> None:
+        self.home = store
         self._address = store / ADDRESS_FILE
         self._thread = ThreadPoolExecutor(1, "ownerserve-line")
         self._client: RpcClient | None = None
@@ -123,16 +129,16 @@ class AnswerLines:
     """`AnswerLines` is ASGI middleware that puts the line on answers to turns that gateways sent,
     on no others.
 
-    `core` says whom to ask; None: nobody yet, or ever.
+    `core` says whom to ask of a request; None: nobody yet, or ever, or it can't be told.
     """
 
-    def __init__(self, app: Any, *, core: Callable[[], CoreLine | None]) -> None:
+    def __init__(self, app: Any, *, core: Callable[[Any], CoreLine | None]) -> None:
         self._app = app
         self._core = core
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        core = self._core()
-        line = _turn_of(scope) if core is not None else None
+        line = _turn_of(scope)
+        core = self._core(scope) if line is not None else None
         if core is None or line is None:
             await self._app(scope, receive, send)
             return
@@ -156,11 +162,15 @@ def _turn_of(scope: Any) -> TurnLine | None:
     read."""
     if scope["type"] != "http":
         return None
-    value = next((value for name, value in scope["headers"] if name == _TURN), None)
+    value = _header(scope, _TURN)
     try:
         return None if value is None else decode_turn_line(value.decode("latin-1"))
     except InvalidInput:
         return None
+
+
+def _header(scope: Any, wanted: bytes) -> bytes | None:
+    return next((value for name, value in scope["headers"] if name == wanted), None)
 
 
 class AdmitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -182,8 +192,7 @@ class OwnerServeEndpoints:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._store: Path | None = None
-        self._core: CoreLine | None = None
+        self._cores: dict[int, CoreLine] = {}
         self._state: Any = None
 
     def attach_router(self, app: Any) -> None:
@@ -192,7 +201,7 @@ class OwnerServeEndpoints:
         app.add_api_route("/ownerserve/inventory", self.inventory, methods=["GET"])
         app.add_api_route("/ownerserve/admit", self.admit, methods=["POST"])
         app.add_api_route("/ownerserve/release", self.release, methods=["POST"])
-        app.add_middleware(AnswerLines, core=lambda: self._core)
+        app.add_middleware(AnswerLines, core=self._core_of)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Remember where this engine's store is, and who knows which models it serves."""
@@ -203,19 +212,27 @@ class OwnerServeEndpoints:
             getattr(transfer, "kv_connector_extra_config", None),
         )
         if extra is not None and "store" in extra:
-            self._store = Path(extra["store"])
-            self._core = CoreLine(self._store)
+            store = Path(extra["store"])
+            self._cores = {rank: CoreLine(home_of(store, rank)) for rank in ranks_behind(args)}
 
-    async def status(self) -> Response:
+    def _core_of(self, scope: Any) -> CoreLine | None:
+        """Return the engine core that serves a turn: the only one, or that of the rank that the
+        request names. Where vLLM chooses among several nobody hears which."""
+        if len(self._cores) == 1:
+            return next(iter(self._cores.values()))
+        named = (_header(scope, _RANK) or b"").decode("latin-1")
+        return self._cores.get(int(named)) if _is_number(named) else None
+
+    async def status(self, request: Request) -> Response:
         """Answer with the record of kv.wire.status."""
-        return await self._asked(Status())
+        return await self._asked(Status(), request)
 
     async def inventory(self, request: Request) -> Response:
         """Answer with a page of kv.wire.inventory."""
         after = request.query_params.get("after", "0")
-        if not (after.isascii() and after.isdigit() and len(after) < 19):
+        if not _is_number(after):
             return _json(400, {"error": f"after: {after!r} is no number; send a page's last, or 0"})
-        return await self._asked(ListHeld(int(after)))
+        return await self._asked(ListHeld(int(after)), request)
 
     def _served(self) -> tuple[str, ...]:
         """Return all names that this server answers to, adapters among them."""
@@ -228,20 +245,26 @@ class OwnerServeEndpoints:
             body = msgspec.json.decode(await request.body(), type=AdmitBody)
         except UNREADABLE as error:
             return _json(400, {"error": f'{error}; send {{"tokens": 1200}}'})
-        return await self._asked(Probe(Seed(body.tokens)))
+        return await self._asked(Probe(Seed(body.tokens)), request)
 
     async def release(self, request: Request) -> Response:
         try:
             body = msgspec.json.decode(await request.body(), type=ReleaseBody)
         except UNREADABLE as error:
             return _json(400, {"error": f'{error}; send {{"session_id": "s"}}'})
-        return await self._asked(ReleaseSession(body.session_id))
+        return await self._asked(ReleaseSession(body.session_id), request)
 
-    async def _asked(self, request: RpcRequest) -> Response:
-        if self._store is None:
+    async def _asked(self, question: RpcRequest, request: Request) -> Response:
+        """Ask the engine core of the data-parallel rank in the query, by default the first."""
+        if not self._cores:
             return _json(503, {"error": NO_CONNECTOR})
+        named = request.query_params.get("rank", str(min(self._cores)))
+        core = self._cores.get(int(named)) if _is_number(named) else None
+        if core is None:
+            known = ", ".join(map(str, self._cores))
+            return _json(400, {"error": f"rank: {named!r} is not served here; use one of {known}"})
         try:
-            answer = await run_in_threadpool(ask, self._store, request)
+            answer = await run_in_threadpool(ask, core.home, question)
         except (TimeoutError, OSError):
             return _json(503, {"error": NO_ANSWER})
         if isinstance(answer, Reject):
@@ -251,6 +274,19 @@ class OwnerServeEndpoints:
         if isinstance(answer, PageIs):
             return _json(200, answer.page)
         return _json(200, answer)
+
+
+def ranks_behind(args: Namespace) -> range:
+    """Return the data-parallel ranks whose engine cores an API server with these arguments serves:
+    all, or the one that it was started for."""
+    own = getattr(args, "data_parallel_rank", None)
+    if own is not None:
+        return range(int(own), int(own) + 1)
+    return range(int(getattr(args, "data_parallel_size", None) or 1))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 19
 
 
 def ask(store: Path, request: RpcRequest) -> Said:

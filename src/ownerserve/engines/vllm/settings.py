@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -106,12 +105,6 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """`buffer_bytes` is the host memory for what is copied and not durable, as it is set or
         derived."""
         return self.save_buffer_bytes or 4 * self.copy_bytes
-
-    def store_of(self, *, rank: int, world: int) -> Path:
-        """Return the store's directory of one tensor-parallel rank: each keeps its own shard of
-        every artifact."""
-        root = Path(self.store)
-        return root if world == 1 else root / f"shard-{rank}-of-{world}"
 
 
 def decode(extra: Mapping[str, Any]) -> ConnectorSettings:

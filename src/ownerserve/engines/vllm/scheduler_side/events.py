@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.engines.vllm import compat
 from ownerserve.engines.vllm.scheduler_side.turn import session_of
 
 OWNERSHIP = "ownerserve"
@@ -69,8 +70,8 @@ class ResidencyEvents:
         if len(self._stored) > MOST_FOLLOWED:
             del self._stored[next(iter(self._stored))]
         event = BlockStored(
-            block_hashes=[_external(block) for block in span.block_hashes],
-            parent_block_hash=None if span.parent is None else _external(span.parent),
+            block_hashes=[compat.external_hash(block) for block in span.block_hashes],
+            parent_block_hash=None if span.parent is None else compat.external_hash(span.parent),
             token_ids=list(span.tokens),
             block_size=span.block_tokens,
             lora_id=None,
@@ -91,7 +92,7 @@ class ResidencyEvents:
         for block in span.block_hashes:
             gone = self._stored.pop(block, None)
             if gone is not None:
-                hashes = [_external(each) for each in gone.block_hashes]
+                hashes = [compat.external_hash(each) for each in gone.block_hashes]
                 event = BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE)
                 _tell(event, ownership=OWNERSHIP)
                 self._events.append(event)
@@ -105,12 +106,6 @@ class ResidencyEvents:
         """Return the events since the last call."""
         events, self._events = self._events, []
         return events
-
-
-def _external(block_hash: bytes) -> Any:
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
-    return maybe_convert_block_hash(block_hash)
 
 
 def _tell(event: Any, **fields: Any) -> None:
