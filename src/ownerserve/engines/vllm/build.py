@@ -29,9 +29,9 @@ from ownerserve.engines.vllm.scheduler_side.node_rpc import EngineLimits, NodeRp
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, gateway_port, opener
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerParts, SchedulerSide
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
-from ownerserve.engines.vllm.scheduler_side.tenants import Tenants
 from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
 from ownerserve.engines.vllm.settings import ConnectorSettings, decode
+from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import InvalidInput

@@ -33,7 +33,7 @@ from ownerserve.engines.vllm.build import (
 )
 from ownerserve.engines.vllm.replay.padding import SlotPadding, padded_blocks
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
-from ownerserve.engines.vllm.scheduler_side.stats import OwnerServeProm, OwnerServeStats
+from ownerserve.engines.vllm.stats import OwnerServeProm, OwnerServeStats
 from ownerserve.engines.vllm.weights import WorkerCall, may_change
 from ownerserve.engines.vllm.worker_commands import WorkerCommands, WorkerStepReport
 

@@ -36,7 +36,6 @@ from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.engines.vllm.scheduler_side.pending_commands import PendingCommands, Tally
 from ownerserve.engines.vllm.scheduler_side.resuming import Resuming
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
-from ownerserve.engines.vllm.scheduler_side.tenants import Tenants
 from ownerserve.engines.vllm.scheduler_side.turn import (
     MAX_IN_FLIGHT,
     TrackedRequest,
@@ -44,6 +43,7 @@ from ownerserve.engines.vllm.scheduler_side.turn import (
     session_of,
 )
 from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
+from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.worker_commands import (
     LoadInto,
     LoadResult,
