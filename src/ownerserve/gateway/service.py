@@ -109,6 +109,7 @@ class Gateway:
 
     @property
     def port(self) -> int:
+        """Return the data port, once the gateway listens."""
         assert self._server is not None
         port: int = self._server.sockets[0].getsockname()[1]
         return port

@@ -355,6 +355,7 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
+        """Count one value."""
         self.counts[bisect_left(self.edges, value)] += 1
         self.sum += value
 
@@ -385,11 +386,13 @@ class Observer:
     def decided(
         self, request_id: bytes, identity: SessionIdentity | None, outcome: Dispatch | Refuse
     ) -> None:
+        """Count a decision."""
         self.decisions.append((self._now(), request_id, identity, outcome))
         if isinstance(outcome, Dispatch) and outcome.decision.reason is DispatchReason.NOT_OFFERED:
             self.pressure["fallback", DispatchReason.NOT_OFFERED.value] += 1
 
     def rejected(self, rejected: Rejected) -> None:
+        """Count a turn that was not let in."""
         self.rejections[rejected.code] += 1
         if rejected.status >= _TOO_MANY:
             self.pressure["error", rejected.code] += 1
@@ -416,9 +419,11 @@ class Observer:
             self.zero_hits += 1
 
     def first_byte(self, duration_s: float) -> None:
+        """Count the time to a turn's first byte."""
         self.first_byte_s.observe(duration_s)
 
     def finished(self, duration_s: float, usage: Usage | None) -> None:
+        """Count a turn that is over, with what its answer said."""
         self.duration_s.observe(duration_s)
         if usage is not None:
             self.prompt_tokens += usage.prompt_tokens

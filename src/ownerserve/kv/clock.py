@@ -20,6 +20,7 @@ class ManualClock:
         self._now_s = start_s
 
     def now(self) -> float:
+        """Return the time that was set, in seconds."""
         return self._now_s
 
     def advance(self, by_s: float) -> None:

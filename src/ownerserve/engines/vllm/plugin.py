@@ -241,6 +241,7 @@ class OwnerServeEndpoints:
         return (*names, *getattr(models, "lora_requests", ()))
 
     async def admit(self, request: Request) -> Response:
+        """Answer whether a prompt of so many tokens would be let in now."""
         try:
             body = msgspec.json.decode(await request.body(), type=AdmitBody)
         except UNREADABLE as error:
@@ -248,6 +249,7 @@ class OwnerServeEndpoints:
         return await self._asked(Probe(Seed(body.tokens)), request)
 
     async def release(self, request: Request) -> Response:
+        """Let a session go that has moved elsewhere."""
         try:
             body = msgspec.json.decode(await request.body(), type=ReleaseBody)
         except UNREADABLE as error:

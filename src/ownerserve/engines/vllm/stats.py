@@ -22,6 +22,7 @@ class OwnerServeStats(KVConnectorStats):  # type: ignore[misc]
 
     @classmethod
     def taken(cls, side: SchedulerSide) -> OwnerServeStats | None:
+        """Return what was counted since the last call; None where nothing was."""
         counts = side.counting.take()
         return cls(data=counts) if counts else None
 

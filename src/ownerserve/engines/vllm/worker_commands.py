@@ -104,5 +104,6 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
+        """Return whether the report tells nothing."""
         told = (self.loads, self.copied, self.kept, self.not_kept, self.lost, self.can_pad)
         return not any(told)

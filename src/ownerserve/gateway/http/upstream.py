@@ -298,6 +298,7 @@ class WorkerPool:
 
     @property
     def idle(self) -> int:
+        """Return how many connections wait for a request."""
         return len(self._idle)
 
     def take(self) -> UpstreamConnection | None:
@@ -355,6 +356,7 @@ class WorkerPool:
             connection.give_up_if_silent()
 
     def close_idle(self) -> None:
+        """Close the connections that wait for a request."""
         for connection in list(self._idle):
             connection.close()
         self._idle.clear()

@@ -40,7 +40,8 @@ class Versioned(Protocol):
     """A decoded frame names the version that it is written in."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Return the protocol version that the frame speaks."""
 
 
 F = TypeVar("F", bound=Versioned)

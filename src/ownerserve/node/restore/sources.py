@@ -149,6 +149,7 @@ class OwnDevice:
 
     @property
     def layout(self) -> Layout:
+        """Return the cache's layout."""
         return self._cache.layout
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match:

@@ -95,6 +95,7 @@ class BufferPool:
         self._lock = Lock()
 
     def take(self, count: int) -> memoryview:
+        """Return a buffer of at least so many bytes; its holder gives it back."""
         size = _size_class(count)
         with self._lock:
             if self.used_bytes + size > self.limit_bytes:

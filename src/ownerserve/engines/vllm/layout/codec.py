@@ -53,6 +53,7 @@ class Series(msgspec.Struct, frozen=True):
 
     @property
     def rows(self) -> int:
+        """Return how many tokens a tile has."""
         return self.view.shape[2]
 
     def lane(self) -> Lane:

@@ -61,14 +61,17 @@ class PageRun(msgspec.Struct, frozen=True):
 
     @property
     def offset(self) -> int:
+        """Return the first page's offset in block 0, in bytes."""
         return self.pages[0].offset
 
     @property
     def stride(self) -> int:
+        """Return the bytes from a block to the next."""
         return self.pages[0].stride
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of all its pages in one block."""
         return sum(page.bytes for page in self.pages)
 
 

@@ -46,6 +46,7 @@ class EngineDevice:
 
     @property
     def layout(self) -> Layout:
+        """Return the layout of the state in vLLM's blocks."""
         return self._layout
 
     def heard(self, turn_id: TurnId, hit: int, resident: int = 0) -> None:
@@ -102,6 +103,7 @@ class EngineDevice:
         return Inserted(len(arrival.tokens) // TOKEN_BYTES, 0)
 
     def abort(self, ticket: int) -> None:
+        """Forget a reservation; vLLM owns the blocks and takes them back itself."""
         self._open.pop(ticket, None)
 
 

@@ -37,7 +37,8 @@ class Block(Linked, Protocol):
     is_null: bool
 
     @property
-    def block_hash(self) -> Hashable | None: ...
+    def block_hash(self) -> Hashable | None:
+        """Return the hash that vLLM gave the block; None where it holds nothing that is named."""
 
 
 class FreeQueue(Protocol):

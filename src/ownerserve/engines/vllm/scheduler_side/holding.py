@@ -197,6 +197,7 @@ class Shards:
         return held
 
     def close(self) -> None:
+        """Close the indexes."""
         for snapshot in self._snapshots:
             snapshot.close()
 

@@ -31,6 +31,7 @@ class PendingCommands:
         self._failures: list[str] = []
 
     def load(self, load: LoadInto) -> None:
+        """Add a load to the step's commands."""
         self._loads.append(load)
         self.bringing.add(load.operation_id)
 

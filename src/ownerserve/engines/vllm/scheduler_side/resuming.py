@@ -24,9 +24,11 @@ class ResumingSide(Protocol):
     """A `ResumingSide` is the scheduler's side, as far as `Resuming` needs it."""
 
     @property
-    def state(self) -> HostedNodeState: ...
+    def state(self) -> HostedNodeState:
+        """Return the node that plans."""
 
-    def switch_off(self) -> None: ...
+    def switch_off(self) -> None:
+        """Serve no request any more."""
 
 
 class Resuming:

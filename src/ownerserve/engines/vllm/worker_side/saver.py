@@ -52,6 +52,7 @@ class SaveReport(msgspec.Struct):
 
     @property
     def is_empty(self) -> bool:
+        """Return whether the report tells nothing."""
         return not (self.copied or self.kept or self.not_kept)
 
 

@@ -36,14 +36,16 @@ class HostStream:
     """A `HostStream` serves a CPU engine, where a step's work is done when its thread says so."""
 
     def mark(self) -> None:
-        return None
+        """Return nothing to wait for: on the host a forward has ended when it returns."""
 
     @contextmanager
     def copying_out(self, mark: None) -> Iterator[None]:
+        """Enter a copy out of blocks."""
         yield
 
     @contextmanager
     def copying_in(self, mark: None) -> Iterator[None]:
+        """Enter a copy into blocks."""
         yield
 
 
@@ -57,14 +59,17 @@ class CudaStream:
         self._in: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> Any:
+        """Return an event behind all that is queued on the engine's stream now."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def copying_out(self, mark: Any) -> AbstractContextManager[None]:
+        """Enter a copy out of blocks, behind `mark`; when the context is left it is over."""
         return _over_when_left(self._out, mark)
 
     def copying_in(self, mark: Any) -> AbstractContextManager[None]:
+        """Enter a copy into blocks, behind `mark`; when the context is left it is over."""
         return _over_when_left(self._in, mark)
 
 
