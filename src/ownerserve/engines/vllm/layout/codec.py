@@ -131,10 +131,9 @@ class PageCodec:
         }
         self._lanes = {name: self._lanes_of(name) for name in self._parts}
         views = [part[0].view for parts in self._parts.values() for part in parts]
-        device = views[0].device
         self._copies: Copies = HostCopies()
-        if device.type != "cpu":
-            self._copies = DeviceCopies(device, staging_bytes)
+        if views and views[0].device.type != "cpu":
+            self._copies = DeviceCopies(views[0].device, staging_bytes)
 
     def _series(self, name: str, cache: Any, group: int) -> tuple[Series, ...]:
         at, blocks = self._shape.components[name], self._num_blocks
