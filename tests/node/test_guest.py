@@ -55,8 +55,9 @@ from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import RecordNames, Tip, ids_of, tip_depth
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel, Defaults
-from ownerserve.plan.cost.prices import Coefficients, Medium
-from ownerserve.plan.inputs import Abilities, ModelState, Overlap
+from ownerserve.plan.cost.prices import Coefficients, Medium, Prices
+from ownerserve.plan.inputs import Abilities, ModelState, Overlap, RestoreQuery
+from ownerserve.plan.outcome import RestorePlan
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.checkpoints import TurnEnd
 from ownerserve.store.format.model import MissReason
@@ -130,6 +131,14 @@ class EngineBlocks:
         del self.open[ticket]
 
 
+class CountedPlanner(Planner):
+    plans = 0
+
+    def plan(self, query: RestoreQuery, prices: Prices) -> RestorePlan:
+        self.plans += 1
+        return super().plan(query, prices)
+
+
 class Guest:
     """A node, its device, and a store that is a dictionary of what was copied."""
 
@@ -150,16 +159,15 @@ class Guest:
         )
         names = RecordNames(identity, layout, engine="test/1", blocks=CELL)
         grows = 4.0 if names.range_names else 0.0
+        model = ModelState(layers=2, block_tokens=B, range_bytes_per_token=grows, point_bytes=32)
+        self.planner = CountedPlanner(model, GUEST)
         self.device = EngineBlocks()
         self.stored: dict[bytes, StoreCopy] = {}
         operations = Operations()
         self.state = HostedNodeState(
             self.device,
             operations,
-            planner=Planner(
-                ModelState(layers=2, block_tokens=B, range_bytes_per_token=grows, point_bytes=32),
-                GUEST,
-            ),
+            planner=self.planner,
             costs=CostModel(LOADS_PAY),
             saves=Saves(
                 names,
@@ -288,6 +296,18 @@ def test_a_model_of_windows_alone_goes_on_at_a_point(more: int) -> None:
     assert guest.ask(0) == 192
     bring = guest.place()
     assert [f.slots for f in bring.fillings] == [(192,)]
+
+
+def test_a_turn_that_waits_for_room_is_planned_once_until_the_engine_has_more_of_it() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive([*PROMPT, 1, 2, 3])
+    before = guest.planner.plans
+    for _ in range(3):
+        assert guest.ask(0) == 192
+    assert guest.planner.plans - before == 1
+    assert guest.ask(64) == 192
+    assert guest.planner.plans - before == 2
+    assert guest.ask(192) is None
 
 
 def test_a_hit_is_capped_before_the_last_token() -> None:

@@ -208,6 +208,13 @@ class HashedPrefix:
 
     def branch(self, tokens: Packed) -> HashedPrefix:
         """Return another prefix, of `tokens`: what both begin with is not hashed again."""
+        twin = self.beginning_of(tokens)
+        twin.grow(tokens)
+        return twin
+
+    def beginning_of(self, tokens: Packed) -> HashedPrefix:
+        """Return another prefix, of the full blocks that both this one and `tokens` begin with;
+        nothing is hashed."""
         mine, size = memoryview(self._source), self._block_bytes
         low, high = 0, min(len(tokens) // size, len(self.digests))
         while low < high:
@@ -216,9 +223,7 @@ class HashedPrefix:
                 low = middle
             else:
                 high = middle - 1
-        twin = self._first(low)
-        twin.grow(tokens)
-        return twin
+        return self._first(low)
 
     def copy(self) -> HashedPrefix:
         """Copy the prefix: it grows apart from now on."""

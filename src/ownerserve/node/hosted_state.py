@@ -18,7 +18,6 @@ from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.node.restore.restores import Restores
 from ownerserve.node.restore.sources import Device
 from ownerserve.node.retention.saves import Saves
-from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (
     Completion,
     Computing,
@@ -82,8 +81,7 @@ class HostedNodeState:
         self.restores = Restores(
             device, self.names, operations, planner=planner, costs=costs, settings=settings
         )
-        block = device.layout.block_tokens
-        self._chains = Chains(block, block_bytes=block * TOKEN_BYTES)
+        self._block = device.layout.block_tokens
         self._turns: dict[OperationId, TurnId] = {}
         """The turns of restores whose answers say something of what `saves` need not copy."""
 
@@ -154,7 +152,10 @@ class HostedNodeState:
         return self.restores.reports.pop(turn_id, None)
 
     def _arrived(self, event: TurnArrived, now: float) -> Iterable[Effect]:
-        prefix = self._chains.hashed(event.tokens, event.session_id)
+        prefix = event.hashed
+        if prefix is None:
+            prefix = HashedPrefix(self._block)
+            prefix.grow(event.tokens)
         if event.turn_id in self.saves:
             self.saves.again(event.turn_id)
         else:

@@ -9,7 +9,7 @@ import pytest
 from ownerserve.engines.vllm.layout.shape import StateShape, describe
 from ownerserve.engines.vllm.scheduler_side.device import Holds
 from ownerserve.engines.vllm.scheduler_side.late_turns import LateTurns
-from ownerserve.engines.vllm.scheduler_side.turn import TrackedRequest
+from ownerserve.engines.vllm.turns.turn import TrackedRequest
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Identity, Numerics, PrefixChain, pack
 from ownerserve.node.retention.saves import Capture, SaveLimits, Saves

@@ -32,6 +32,7 @@ from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReference
 from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
 from ownerserve.engines.vllm.settings import ConnectorSettings, decode
 from ownerserve.engines.vllm.tenants import Tenants
+from ownerserve.engines.vllm.turns.prompts import Prompts
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import InvalidInput
@@ -226,6 +227,11 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
         lookup=lookup,
         holding=kept,
         soft=SoftReferences(parts.settings.soft_reference),
+        prompts=Prompts(
+            parts.layout.block_tokens,
+            lookup.later,
+            algorithm=str(parts.config.cache_config.prefix_caching_hash_algo),
+        ),
         measuring=ConnectorObserver(
             # Where prices are given they are not learnt; what things take is told all the same.
             parts.calibration if parts.settings.restores == "by-cost" else Calibration(None),

@@ -135,6 +135,8 @@ class PendingRestore(msgspec.Struct, eq=False):
     attempts: int = 0
     misses: int = 0
     plan: RestorePlan | None = None
+    match: Match | None = None
+    """What the device had when `plan` was made."""
     readings: tuple[sources.RecordRead, ...] = ()
     arrival: Arrival | None = None
     room: SlotsReserved | None = None
@@ -348,10 +350,15 @@ class Restores:
 
     def asked(self, turn_id: TurnId, *, now: float) -> Iterable[Effect]:
         """Plan, and offer, now that the engine has a place for the turn and says what it has
-        itself."""
+        itself; what was offered for as much stays, so that a turn that waits costs one plan."""
         pending = self._pending.get(turn_id)
         if pending is None or pending.phase not in (RestorePhase.FOUND, RestorePhase.OFFERED):
             return ()
+        if pending.phase is RestorePhase.OFFERED and pending.plan is not None:
+            event = pending.event
+            if self._device.match(event.turn_id, event.tokens) == pending.match:
+                way = pending.plan.chosen
+                return [Offer(event.turn_id, way.position, way.computed_from)]
         return self._decide(pending, now)
 
     def placed(self, turn_id: TurnId, *, now: float) -> Iterable[Effect]:
@@ -466,6 +473,7 @@ class Restores:
         if isinstance(match, Later):
             pending.phase, pending.deadline_s = RestorePhase.FOUND, inf
             return ()
+        pending.match = match
         pending.plan = self._plan(pending.names, match, stored, tokens=count, backlog=event.backlog)
         way = pending.plan.chosen
         if not sources.is_loading(way):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.engines.vllm import compat
-from ownerserve.engines.vllm.scheduler_side.turn import session_of
+from ownerserve.engines.vllm.turns.turn import session_of
 
 OWNERSHIP = "ownerserve"
 MOST_FOLLOWED = 10_000

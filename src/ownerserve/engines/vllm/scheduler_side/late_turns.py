@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.engines.vllm.layout.shape import StateShape
-from ownerserve.engines.vllm.scheduler_side.turn import TrackedRequest
+from ownerserve.engines.vllm.turns.turn import TrackedRequest
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.retention.saves import Saves

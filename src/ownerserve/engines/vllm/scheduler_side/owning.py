@@ -16,7 +16,7 @@ from typing import Any
 
 from ownerserve.directory.opening import opener_of
 from ownerserve.directory.port import Directory
-from ownerserve.engines.vllm.scheduler_side.turn import is_final, session_of
+from ownerserve.engines.vllm.turns.turn import is_final, session_of
 from ownerserve.kv.addresses import KEYED, is_loopback
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from ownerserve.cache.outcomes import Replay
 from ownerserve.engines.vllm.replay.replays import Replays, ResumeAt
-from ownerserve.engines.vllm.scheduler_side.turn import TrackedRequest
+from ownerserve.engines.vllm.turns.turn import TrackedRequest
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.hosted_state import HostedNodeState
 
@@ -89,6 +89,8 @@ class Resuming:
             return None
         self._ask(turn, hit, resident)
         turn.is_asked = True
+        if turn.prompt is None:
+            return None  # not hashed yet: the connector lets it wait
         resume = self._beyond(turn, hit, resident)
         if resume is not None and (may_replay or resume.start == resume.hit):
             turn.resume, turn.window_hit = resume, 0

@@ -18,6 +18,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -36,14 +37,15 @@ from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.engines.vllm.scheduler_side.pending_commands import PendingCommands, Tally
 from ownerserve.engines.vllm.scheduler_side.resuming import Resuming
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
-from ownerserve.engines.vllm.scheduler_side.turn import (
+from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
+from ownerserve.engines.vllm.tenants import Tenants
+from ownerserve.engines.vllm.turns.prompts import HashedPrompt, Prompts
+from ownerserve.engines.vllm.turns.turn import (
     MAX_IN_FLIGHT,
     TrackedRequest,
     is_final,
     session_of,
 )
-from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
-from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.worker_commands import (
     LoadInto,
     LoadResult,
@@ -54,12 +56,12 @@ from ownerserve.engines.vllm.worker_commands import (
 )
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import execution_mode, lost_tokens
-from ownerserve.kv.prefix import pack
+from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.units import format_bytes
 from ownerserve.kv.wire.headers import is_name
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.ownership.inventory import FOUND_LESS
-from ownerserve.node.vocabulary.chains import KnownSessions, Plain
+from ownerserve.node.vocabulary.chains import KnownSessions, PromptPrefix
 from ownerserve.node.vocabulary.events import (
     Computing,
     Copied,
@@ -88,6 +90,12 @@ from ownerserve.store.format.model import MissReason
 
 log = logging.getLogger("vllm.ownerserve")
 
+ANSWERS_A_CALL = 1
+"""Answers of other threads that one hook takes in, at most: every waiting request asks in a step,
+so that many at once do not fall on one of them."""
+HASHED_WITHIN_S = 5.0
+"""How long a request waits at most until another thread has hashed its prompt."""
+
 
 class SchedulerParts(msgspec.Struct, frozen=True):
     """`SchedulerParts` are the parts that a scheduler's side works with, each of which decides
@@ -97,6 +105,7 @@ class SchedulerParts(msgspec.Struct, frozen=True):
     lookup: StoreLookup
     holding: Holding
     soft: SoftReferences
+    prompts: Prompts
     measuring: ConnectorObserver
     reports: WorkerReports
     sessions: SessionsHere
@@ -184,7 +193,7 @@ class SchedulerSide:
         self._shape = shape
         self._lookup, self._holding = parts.lookup, parts.holding
         self._sessions = parts.sessions
-        self._soft = parts.soft
+        self._soft, self._prompts = parts.soft, parts.prompts
         self._measuring = parts.measuring
         self._tenants = parts.tenants
         self._bypassed = parts.bypassed
@@ -204,6 +213,7 @@ class SchedulerSide:
         self.holds.bind(pool)
         self._late.bind(pool)
         self._soft.bind(pool, self._shape.group_tokens)
+        self._prompts.bind(pool.hash_block_size)
         self.reports.bind(pool)
 
     # -- hooks ---------------------------------------------------------------------------------
@@ -234,6 +244,9 @@ class SchedulerSide:
             return None, False
         if not turn.is_asked:
             self._ask(turn, hit, hit)
+        if turn.prompt is None:
+            turn.is_asked = False
+            return self._unhashed(turn)
         turn.is_asked, turn.is_promised = False, True
         if turn.resume is not None:
             turn.hit, tokens = hit, turn.resume.hit - hit
@@ -273,8 +286,8 @@ class SchedulerSide:
         self._poll()
         for loaded in self._turns.values():
             self._discredit(loaded)
-        scheduled = output.num_scheduled_tokens
-        self._measuring.scheduled(scheduled, _now())
+        scheduled, now = output.num_scheduled_tokens, _now()
+        self._measuring.scheduled(scheduled, now)
         self._save_late(sum(scheduled.values()))
         for request_id, count in scheduled.items():
             turn = self._turns.get(TurnId(request_id))
@@ -282,7 +295,7 @@ class SchedulerSide:
                 self._computing(turn, count, output)
         for session in self.reports.stepped(scheduled):
             self._soft.released(session)
-        self._soft.tidy(_now())
+        self._soft.tidy(now)
         self._late.asked()
         return self.pending.take(is_idle=not scheduled)
 
@@ -328,11 +341,14 @@ class SchedulerSide:
         known = 0 if is_loading else min(turn.end, computed, request.num_tokens)
         added = self._added(turn, known)
         effects = self.state.handle(Computing(turn_id, known, known, added), now)
-        session = session_of(request)
-        tokens = pack(request.all_token_ids[:known]) if session is not None else b""
-        if session is not None and known and not is_final(request):
-            prompt = min(known, request.num_prompt_tokens)
-            self._known.left(SessionId(session), Plain(tokens), prompt_tokens=prompt)
+        session, tokens = session_of(request), b""
+        if session is not None and known and turn.prompt is not None:
+            text = self._prompts.extended(turn.prompt, request, known)
+            tokens = turn.prompt.tokens[: known * TOKEN_BYTES] if text is None else text.tokens
+            if text is not None and not is_final(request):
+                prompt = min(known, request.num_prompt_tokens)
+                self._known.left(SessionId(session), text, prompt_tokens=prompt)
+                self._prompts.left(SessionId(session), text, request)
         # A replay goes on where no point stands.
         replay = self._replays.of(request.request_id)
         restored = 0 if replay is not None else max(turn.hit, turn.offer)
@@ -386,6 +402,7 @@ class SchedulerSide:
         self.holds.unpin_all()
         self._soft.clear()
         self._late.clear()
+        self._prompts.clear()
         state.take_over(self.state)
         if state.names.identity != self.state.names.identity:
             self._holding.renamed(state.names)
@@ -408,16 +425,27 @@ class SchedulerSide:
     # -- events --------------------------------------------------------------------------------
 
     def _look(self, request: Any) -> None:
-        session, tokens = session_of(request), pack(request.all_token_ids)
-        turn_id = TurnId(request.request_id)
+        """Look for the state of a request that is here, or lost its blocks: now, or once its prompt
+        is hashed."""
+        turn_id, session = TurnId(request.request_id), session_of(request)
         turn = self._turns[turn_id]
-        event = TurnArrived(
-            turn_id, SessionId(session) if session else None, tokens, tenant=turn.tenant
-        )
         self._device.forget(turn_id)
         self._late.forget(turn_id)
         self._measuring.forget(turn_id)
-        turn.end = 0
+        turn.end, turn.late_s = 0, _now() + HASHED_WITHIN_S
+        turn.prompt = self._prompts.hashed(request, SessionId(session) if session else None)
+        if turn.prompt is not None:
+            self._hashed(turn, turn.prompt)
+
+    def _hashed(self, turn: TrackedRequest, prompt: HashedPrompt) -> None:
+        turn.prompt, session = prompt, session_of(turn.request)
+        event = TurnArrived(
+            prompt.turn_id,
+            SessionId(session) if session else None,
+            prompt.tokens,
+            tenant=turn.tenant,
+            hashed=prompt.hashed,
+        )
         self._perform(self.state.handle(event, _now()))
 
     def _ask(self, turn: TrackedRequest, hit: int, resident: int) -> None:
@@ -431,8 +459,20 @@ class SchedulerSide:
         turn.hit = turn.window_hit = hit
         turn.offer, turn.start, turn.partial = 0, 0, set()
         turn.resume, turn.is_promised = None, False
+        if turn.prompt is None:
+            return
         self._device.heard(turn_id, hit, resident)
         self._perform(self.state.handle(DeviceAsked(turn_id), _now()))
+
+    def _unhashed(self, turn: TrackedRequest) -> tuple[int | None, bool]:
+        """Let a request wait whose prompt is not hashed yet; after HASHED_WITHIN_S it runs, as if
+        there were no connector."""
+        if _now() < turn.late_s:
+            return None, False
+        self._counts["bypassed_hashed_late"] += 1
+        self._perform(self.state.handle(TurnGone(TurnId(turn.request.request_id)), _now()))
+        del self._turns[TurnId(turn.request.request_id)]
+        return 0, False
 
     def _turn_ended(self, request: Any, tables: Tables) -> None:
         """Let the session of a finished request idle from now on, or end."""
@@ -440,6 +480,7 @@ class SchedulerSide:
         if session is not None and is_final(request):
             self._soft.released(session)
             self._known.forget(SessionId(session))
+            self._prompts.forget(SessionId(session))
             self._perform(self.state.handle(SessionOver(SessionId(session)), _now()))
             self._holding.over(SessionId(session))
         else:
@@ -453,9 +494,14 @@ class SchedulerSide:
             self._holding.left([tip for tip in left if is_name(tip.session_id)])
 
     def _poll(self) -> None:
+        if self._prompts.has_answers:
+            for prompt in islice(self._prompts.poll(), ANSWERS_A_CALL):
+                turn = self._turns.get(prompt.turn_id)
+                if turn is not None and turn.prompt is None:
+                    self._hashed(turn, prompt)
         if self._lookup.has_answers or len(self.state.restores):
             now = _now()
-            for found in self._lookup.poll():
+            for found in islice(self._lookup.poll(), ANSWERS_A_CALL):
                 self._perform(self.state.handle(found, now))
             self._perform(self.state.handle(Tick(), now))
 
@@ -492,8 +538,11 @@ class SchedulerSide:
         """Count what came of a prompt, at its first step. vLLM's hits end at whole blocks of all
         groups."""
         turn.is_told = True
-        prompt, session = pack(turn.request.prompt_token_ids or ()), session_of(turn.request)
-        known = self._known.tokens_of(SessionId(session), Plain(prompt)) if session else 0
+        session, known = session_of(turn.request), 0
+        if session and turn.prompt is not None:
+            hashed = turn.prompt.hashed
+            prompt = PromptPrefix(turn.prompt.tokens, hashed, len(hashed.digests), self._block)
+            known = self._known.tokens_of(SessionId(session), prompt)
         restored = max(0, cached - turn.hit) if turn.offer else 0
         self._counts[f"mode_{execution_mode(known, cached, restored)}"] += 1
         self._counts["lost_tokens"] += lost_tokens(known, cached)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.engines.vllm.replay.replays import ResumeAt
+from ownerserve.engines.vllm.turns.prompts import HashedPrompt
 from ownerserve.engines.vllm.worker_commands import Tables
 from ownerserve.kv.wire.headers import NO_TURN_LINE, TurnLine, read_session_id
 
@@ -27,6 +28,8 @@ class TrackedRequest(msgspec.Struct, eq=False):
 
     request: Any
     tenant: bytes
+    prompt: HashedPrompt | None = None
+    late_s: float = 0.0
     preemptions: int = 0
     hit: int = 0
     window_hit: int = 0
