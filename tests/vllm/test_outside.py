@@ -20,6 +20,7 @@ from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.format.model import Want
 from tests.support.vllm import connectors, oracle, tiny
 from tests.support.vllm.rig import Rig, settle
+from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
 
@@ -52,7 +53,9 @@ def test_the_desk_tells_the_load(rig: Rig, store: Path) -> None:
     """Asked as the plug-in asks, from another process, while it computes."""
     worker = rig.worker("qwen3", connectors.ours(store), max_num_batched_tokens=64)
     asked = [worker.submit(tiny.prompt(1500, seed=62 + n), max_tokens=4) for n in range(4)]
-    load = _load(store)
+    loads = [_load(store)]
+    until(lambda: loads.append(_load(store)) or loads[-1].running_sequences, what="a first step")
+    load = loads[-1]
     assert 0 < load.pending_prefill_tokens < 4 * 1500
     assert 0 < load.running_sequences + load.waiting_sequences <= 4
     assert 0 < load.kv_bytes_free + load.kv_bytes_evictable < load.kv_bytes_total
