@@ -133,6 +133,19 @@ def layer_types(
     return types
 
 
+def flagged_layers(
+    fields: Fields, layers: int, *spellings: str, flagged: str, others: str
+) -> tuple[str, ...]:
+    """Return one type a layer from a list of numbers under the first spelling present: `flagged`
+    where it is not 0. Raises InvalidInput for a list of another length."""
+    flags = fields.integers(*spellings)
+    if len(flags) != layers:
+        raise fields.contradiction(
+            spellings[0], "num_hidden_layers", problem=f"{len(flags)} entries for {layers} layers"
+        )
+    return tuple(flagged if flag else others for flag in flags)
+
+
 def every_nth(layers: int, period: int, *, nth: str, others: str) -> tuple[str, ...]:
     """Return one type a layer: `nth` at layers period-1, 2·period-1, ..., `others` elsewhere."""
     return tuple(others if (index + 1) % period else nth for index in range(layers))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from ownerserve.kv.descriptor import KvDescriptor
 from ownerserve.kv.registry.entries import window
 from ownerserve.kv.registry.family import FULL, Family, attention_entry, attention_layer
-from ownerserve.kv.registry.fields import Fields, agree, every_nth, layer_types
+from ownerserve.kv.registry.fields import Fields, agree, every_nth, flagged_layers, layer_types
 from ownerserve.kv.specs import LayerSpec, Sharding
 
 CHUNKED = "chunked_attention"
@@ -30,12 +30,7 @@ def pattern(fields: Fields) -> tuple[str, ...]:
     if fields.has("layer_types"):
         found["layer_types"] = layer_types(fields, layers, (FULL, CHUNKED))
     if fields.raw(NO_ROPE):
-        ropes = fields.integers(NO_ROPE)
-        if len(ropes) != layers:
-            raise fields.contradiction(
-                NO_ROPE, "num_hidden_layers", problem=f"{len(ropes)} entries for {layers} layers"
-            )
-        found[NO_ROPE] = tuple(CHUNKED if rope else FULL for rope in ropes)
+        found[NO_ROPE] = flagged_layers(fields, layers, NO_ROPE, flagged=CHUNKED, others=FULL)
     if not found:
         period = fields.integer_or(INTERVAL, RELEASED_INTERVAL)
         found[INTERVAL] = every_nth(layers, period, nth=FULL, others=CHUNKED)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ownerserve.kv.descriptor import KvDescriptor
 from ownerserve.kv.registry.entries import heads_entry
 from ownerserve.kv.registry.family import FULL, SLIDING, Family, attention_layer
-from ownerserve.kv.registry.fields import Fields, agree, layer_types
+from ownerserve.kv.registry.fields import Fields, agree, flagged_layers, layer_types
 from ownerserve.kv.specs import LayerSpec
 
 PATTERN = "hybrid_layer_pattern"
@@ -24,12 +24,9 @@ def pattern(fields: Fields) -> tuple[str, ...]:
     if fields.has("layer_types"):
         found["layer_types"] = layer_types(fields, layers, (FULL, SLIDING))
     if fields.has(PATTERN) or not found:
-        sliding = fields.integers(PATTERN, "layer_types")
-        if len(sliding) != layers:
-            raise fields.contradiction(
-                PATTERN, "num_hidden_layers", problem=f"{len(sliding)} entries for {layers} layers"
-            )
-        found[PATTERN] = tuple(SLIDING if at else FULL for at in sliding)
+        found[PATTERN] = flagged_layers(
+            fields, layers, PATTERN, "layer_types", flagged=SLIDING, others=FULL
+        )
     return agree(fields, found)
 
 

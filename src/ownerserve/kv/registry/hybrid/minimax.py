@@ -17,7 +17,7 @@ from ownerserve.kv.registry.family import (
     recurrent_layer,
     ssm_precision,
 )
-from ownerserve.kv.registry.fields import Fields, agree, layer_types
+from ownerserve.kv.registry.fields import Fields, agree, flagged_layers, layer_types
 from ownerserve.kv.specs import Entry, LayerSpec, Part, Recurrent, Role, Sharding, StateSpec
 
 LIST = "attn_type_list"
@@ -30,12 +30,9 @@ def pattern(fields: Fields) -> tuple[str, ...]:
     if fields.has("layer_types"):
         found["layer_types"] = layer_types(fields, layers, (FULL, LINEAR))
     if fields.has(LIST) or not found:
-        full = fields.integers(LIST, "layer_types")
-        if len(full) != layers:
-            raise fields.contradiction(
-                LIST, "num_hidden_layers", problem=f"{len(full)} entries for {layers} layers"
-            )
-        found[LIST] = tuple(FULL if at else LINEAR for at in full)
+        found[LIST] = flagged_layers(
+            fields, layers, LIST, "layer_types", flagged=FULL, others=LINEAR
+        )
     return agree(fields, found)
 
 
