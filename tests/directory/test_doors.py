@@ -483,6 +483,19 @@ def test_who_slept_and_is_given_back_what_another_took_owns_it_without_a_turn() 
     assert fleet.epoch(A) == fleet.record().epoch
 
 
+def test_who_is_taken_for_the_owner_again_and_again_asks_for_the_session_all_the_same() -> None:
+    """Each word of a gateway put off for a second what would have made it true (69932)."""
+    fleet = Fleet(A, B)
+    fleet.turn(A, 1)
+    assert fleet.release(A, fleet.epoch(A), B) is None
+    assert fleet.record().owner == B  # who has heard nothing of it
+    for _ in range(4):
+        fleet.now_s += 0.4
+        fleet.release(B, fleet.record().epoch, A)
+        fleet.rest(B, 0.0)
+    assert fleet.epoch(B) == fleet.record().epoch
+
+
 def test_a_session_on_its_way_to_another_is_not_asked_for() -> None:
     """Asked for without a turn, it would be ours again before the hand-over arrives."""
     fleet = Fleet(A, B)

@@ -22,6 +22,7 @@ ONCE_VIOLATED = {
     1450: "the answer to a probe that was counted as bad brought a former life back",
     7390: "a directory without memory gave a session below an epoch that its owner had heard",
     30622: "who gave a session up and was given it back asked for it no more",
+    69932: "who was told again and again that a session is its own put off asking for it",
 }
 """Schedules that found something, and what."""
 

@@ -120,9 +120,20 @@ class RecentSessions:
         self._sessions: dict[SessionId, _Recent] = {}
 
     def add(self, session_id: SessionId, now_s: float) -> None:
-        """Note that a turn of the session has ended here, or that somebody said that it is ours."""
+        """Note that a turn of the session has ended here."""
+        self._ask_at(now_s + AGAIN_S, session_id, now_s)
+
+    def named(self, session_id: SessionId, now_s: float) -> None:
+        """Note that somebody takes the session for ours. Whoever says so more often than each
+        AGAIN_S does not put off when it is asked for.
+        """
+        known = self._sessions.get(session_id)
+        due_s = now_s + AGAIN_S
+        self._ask_at(due_s if known is None else min(known.due_s, due_s), session_id, now_s)
+
+    def _ask_at(self, due_s: float, session_id: SessionId, now_s: float) -> None:
         self._sessions.pop(session_id, None)
-        self._sessions[session_id] = _Recent(now_s + AGAIN_S, AGAIN_S, now_s + ASKED_FOR_S)
+        self._sessions[session_id] = _Recent(due_s, AGAIN_S, now_s + ASKED_FOR_S)
         if len(self._sessions) > RECENT_MAX:
             del self._sessions[next(iter(self._sessions))]
 
@@ -255,7 +266,7 @@ class GuardedOwner:
             return self._refuse(WorkerRefusal.WRONG_TARGET)
         if self.owner.may_serve(session_id, now_s) is None:
             if target is not None and session_id not in self.owner.grants:
-                self._recent.add(session_id, now_s)  # it may be ours, and nobody has told us
+                self._recent.named(session_id, now_s)  # it may be ours, and nobody has told us
             return self._refuse(WorkerRefusal.NOT_OWNER)
         if target is None:
             return self.over(session_id, now_s)
