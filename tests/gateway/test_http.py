@@ -271,6 +271,9 @@ class Sink:
     def answer_broken(self) -> None:
         self.end = "broken"
 
+    def answer_fault(self, error: Exception) -> None:
+        self.end = error
+
 
 def receive(*pieces: bytes, method: bytes = b"POST", lost: bool = False) -> tuple[Sink, WorkerPool]:
     pool = WorkerPool(Address("127.0.0.1", 1), open_access(None, None), connect_timeout_s=1)

@@ -116,6 +116,13 @@ class Asking:
 
         A request without a body (a listing of models) is no turn of a session.
         """
+        try:
+            return self._read(request)
+        except InvalidInput as error:
+            raise Rejected(HTTPStatus.BAD_REQUEST, "invalid_body", str(error)) from error
+
+    def _read(self, request: HttpRequest) -> IdentifiedRequest:
+        """Read as `read` does. Raises InvalidInput for a field that can't be read."""
         body, head = request.body, request.head
         scope, model = Scope(head.tenant, self._only_model or ""), None
         if not body:
@@ -193,7 +200,7 @@ class Asking:
 
 
 def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
-    """Return the body's fields. Raises Rejected for a body that can't be believed.
+    """Return the body's fields. Raises Rejected or InvalidInput for a body that can't be believed.
 
     A compressed body is refused too: it may hold any `session_id`, and no engine reads it. Where a
     header names the session and the body says no `session_id`, in whatever way, a body that can't
@@ -212,10 +219,10 @@ def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
         return NO_FIELDS
     try:
         return scan(body)
-    except InvalidInput as error:
+    except InvalidInput:
         if is_named and not may_say_session(body):
             return NO_FIELDS
-        raise Rejected(HTTPStatus.BAD_REQUEST, "invalid_body", str(error)) from error
+        raise
 
 
 # ---- who owns it, asked of the directory

@@ -34,6 +34,7 @@ from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
 from ownerserve.gateway.stamps import Stamp, receipt_lines
 from ownerserve.gateway.turns import Arrived, LookUp, LostDispatch, NotLetIn, Route, Why
 from ownerserve.gateway.workers.rpc import HeldPlace, Manner, is_direct_append, is_turn
+from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import session_id_of
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -114,9 +115,16 @@ class Exchange:
         except Rejected as rejected:
             self.client.answer_rejected(rejected, self.request_id)
             return
+        except Exception as error:  # noqa: BLE001 - a request's root: it is logged there
+            self.log_fault(error)
+            self.client.answer_rejected(fault(), self.request_id)
+            return
         asked, self.started_s = arrived.asked, arrived.at_s
         if arrived.look_up is None:
-            self.enter(asked)
+            try:
+                self.enter(asked)
+            except Exception as error:  # noqa: BLE001 - a request's root: it is logged there
+                self.failed(error)
         else:
             self.phase = Reading(self, asked, self.run(self._find(asked, arrived.look_up)))
 
@@ -146,6 +154,7 @@ class Exchange:
     def enter(self, asked: IdentifiedRequest) -> None:
         """Decide at once, or queue the turn: a new session may have to wait until the fleet has
         room for it."""
+        self.phase = Queued(self, asked, None)
         ticket = self.turns.enter(asked, lambda now: self._decide(asked))
         if ticket is not None:
             self.phase = Queued(self, asked, ticket)
@@ -184,6 +193,25 @@ class Exchange:
         else:
             self.phase = Connecting(attempt, place, self.run(self._open(attempt, place)))
 
+    def failed(self, error: BaseException) -> None:
+        """End the request after a fault, not in silence: with an answer where none has begun."""
+        self.log_fault(error)
+        phase, self.phase = self.phase, OVER
+        try:
+            phase.abort()
+        except Exception as second:  # noqa: BLE001 - the fault may be in what ends a phase
+            self.log_fault(second)
+        if isinstance(phase, Relaying):
+            self.client.answer_cut_off()
+        elif phase is OVER:  # nobody can say how much of an answer is written
+            self.client.close()
+        else:
+            self.client.answer_rejected(fault(), self.request_id)
+
+    def log_fault(self, error: BaseException) -> None:
+        """Log a fault of the gateway's own under the request's id."""
+        log.error("request %s: a fault of the gateway's", self.request_id.decode(), exc_info=error)
+
     # The steps
 
     async def _find(self, asked: IdentifiedRequest, look_up: LookUp) -> None:
@@ -198,11 +226,11 @@ class Exchange:
         try:
             self.follow(asked, Manner.ASKING, self.turns.decide(asked, request_id=self.request_id))
         except Exception as error:  # noqa: BLE001 - a request's root: it is logged there
-            self._failed(error)
+            self.failed(error)
 
     def _refuse(self, asked: IdentifiedRequest, told: Rejected) -> None:
-        self.phase = OVER
         self.turns.ended(asked)
+        self.phase = OVER
         self.client.answer_rejected(told, self.request_id)
 
     async def _reserve(self, attempt: Attempt) -> None:
@@ -247,16 +275,7 @@ class Exchange:
             return  # by `abort`
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is not None:
-            self._failed(error)
-
-    def _failed(self, error: BaseException) -> None:
-        """End the request after a fault, not in silence."""
-        log.error("request %s: a fault of the gateway's", self.request_id.decode(), exc_info=error)
-        if self.phase is OVER:  # nobody can say how much of an answer is written
-            self.client.close()
-            return
-        self.abort()
-        self.client.answer_rejected(fault(), self.request_id)
+            self.failed(error)
 
 
 class Attempt(msgspec.Struct, frozen=True, eq=False):
@@ -284,6 +303,14 @@ class Attempt(msgspec.Struct, frozen=True, eq=False):
     def abort(self) -> None:
         """Give the receipt back, as the client hung up."""
         self.exchange.turns.ended(self.asked, Aborted(self.dispatch.receipt))
+
+    def close_books(self) -> None:
+        """Give back what a fault, wherever it came, may have left: the receipt, and the turn's part
+        in its session."""
+        try:
+            self.abort()
+        except InvariantViolated:  # the receipt was given back before the fault
+            self.exchange.turns.ended(self.asked)
 
 
 class Phase:
@@ -333,11 +360,12 @@ class Reading(Phase):
 
 
 class Queued(Phase):
-    """In this phase a new session's first turn waits for a seat."""
+    """In this phase a new session's first turn waits for a seat, or it is being asked for one (no
+    ticket)."""
 
     __slots__ = ("asked", "exchange", "ticket")
 
-    def __init__(self, exchange: Exchange, asked: IdentifiedRequest, ticket: Ticket) -> None:
+    def __init__(self, exchange: Exchange, asked: IdentifiedRequest, ticket: Ticket | None) -> None:
         self.exchange = exchange
         self.asked = asked
         self.ticket = ticket
@@ -404,6 +432,10 @@ class Sent(Phase):
     def resume(self) -> None:
         """Go on reading the worker's answer."""
         self.upstream.resume()
+
+    def answer_fault(self, error: Exception) -> None:
+        """End the request, as the gateway failed at what the worker sent."""
+        self.attempt.exchange.failed(error)
 
 
 class AwaitingHead(Sent):
@@ -487,9 +519,13 @@ class Relaying(Sent):
         exchange, asked = attempt.exchange, attempt.asked
         exchange.phase = OVER
         alias = asked.alias(self.response_id) if self.response_id else None
-        exchange.turns.finished(
-            asked, attempt.dispatch, self.stamp, tail, alias=alias, started_s=exchange.started_s
-        )
+        try:
+            exchange.turns.finished(
+                asked, attempt.dispatch, self.stamp, tail, alias=alias, started_s=exchange.started_s
+            )
+        except Exception as error:  # noqa: BLE001 - the answer is whole: only our books are not
+            exchange.log_fault(error)
+            attempt.close_books()
         exchange.client.answer_complete()
 
     def answer_broken(self) -> None:

@@ -14,6 +14,7 @@ the connection closes: past a refused head nobody can say where the next one sta
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Set
 from http import HTTPStatus
@@ -24,8 +25,10 @@ import msgspec
 
 from ownerserve.gateway.http.heads import Header, RequestHead, read_request_head
 from ownerserve.gateway.http.model_list import Models, model_answer
-from ownerserve.gateway.http.replies import Rejected, error_reply, refused, reply
+from ownerserve.gateway.http.replies import Rejected, error_reply, fault, refused, reply
 from ownerserve.router.messages import Refusal
+
+log = logging.getLogger("ownerserve.gateway")
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
@@ -187,6 +190,10 @@ LINGER_S = 2.0
 _CLOSE_LINE = b"connection: close\r\n"
 
 
+def _log_fault(error: Exception) -> None:
+    log.error("a client's connection: a fault of the gateway's", exc_info=error)
+
+
 class Answering(Protocol):
     """An answering is whatever has one request answered (an exchange)."""
 
@@ -269,6 +276,13 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
+        try:
+            self._take(data)
+        except Exception as error:  # noqa: BLE001 - a protocol callback
+            self._failed(error)
+
+    def _take(self, data: bytes) -> None:
+        """Take in what the client sent, and answer what is whole of it."""
         reader = self._reader
         idle = not reader.in_message
         items = reader.feed(data)
@@ -288,7 +302,10 @@ class ClientConnection(asyncio.Protocol):
         self._gateway.clients.discard(self)
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
-            exchange.abort()
+            try:
+                exchange.abort()
+            except Exception as error:  # noqa: BLE001 - a protocol callback
+                _log_fault(error)
 
     def pause_writing(self) -> None:
         self._writable = False
@@ -300,9 +317,24 @@ class ClientConnection(asyncio.Protocol):
         if self._exchange is not None:
             self._exchange.resume()
         else:
-            self._advance()
+            self._go_on()
 
     # The request queue
+
+    def _go_on(self) -> None:
+        """Start the next request, in a callback of its own."""
+        try:
+            self._advance()
+        except Exception as error:  # noqa: BLE001 - a callback of the event loop
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """End the connection after a fault of ours, with an answer where none is under way."""
+        _log_fault(error)
+        if self._exchange is None and not self._closing:
+            self._refuse_and_linger(fault())
+        else:
+            self.answer_cut_off()
 
     def _advance(self) -> None:
         """Start the next request when none is being answered; keep the queue short."""
@@ -410,7 +442,7 @@ class ClientConnection(asyncio.Protocol):
         if self.connection_line:
             self.close()
         elif self._queue:
-            asyncio.get_running_loop().call_soon(self._advance)
+            asyncio.get_running_loop().call_soon(self._go_on)
 
     def answer_cut_off(self) -> None:
         """Abort the connection, as the worker died in mid-answer, so that the client can see that

@@ -12,6 +12,7 @@ connection used is the first one taken: it is the least likely to be stale.
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Protocol, cast
 
 import httptools
@@ -21,6 +22,8 @@ from ownerserve.gateway.http.heads import Header, ResponseHead, read_response_he
 from ownerserve.kv.units import KIB
 from ownerserve.router.messages import Failure
 from ownerserve.router.requests.body import TAIL_BYTES
+
+log = logging.getLogger("ownerserve.gateway")
 
 _HEAD_END = b"\r\n\r\n"
 _INTERIM = b"HTTP/1.1 1"
@@ -134,6 +137,11 @@ class BodySink(Protocol):
 
     def answer_broken(self) -> None:
         """Hear that the answer stops in its middle."""
+        ...
+
+    def answer_fault(self, error: Exception) -> None:
+        """Hear that what came could not be dealt with: a fault of the gateway's own."""
+        ...
 
 
 class HeadSink(Protocol):
@@ -145,6 +153,11 @@ class HeadSink(Protocol):
 
     def answer_failed(self, failure: Failure) -> None:
         """Hear that nothing of an answer has come; another worker may be asked."""
+        ...
+
+    def answer_fault(self, error: Exception) -> None:
+        """Hear that what came could not be dealt with: a fault of the gateway's own."""
+        ...
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -224,6 +237,29 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.begun(self)
 
     def data_received(self, data: bytes) -> None:
+        sink = self._relaying or self._awaiting
+        try:
+            self._take(data)
+        except Exception as error:  # noqa: BLE001 - a protocol callback: the request's root logs it
+            self._failed(sink, error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        sink = self._relaying or self._awaiting
+        try:
+            self._lost(exc)
+        except Exception as error:  # noqa: BLE001 - a protocol callback: the request's root logs it
+            self._failed(sink, error)
+
+    def _failed(self, sink: BodySink | HeadSink | None, error: Exception) -> None:
+        """Hang up after a fault, which ends the exchange that met it and no other."""
+        self.abort()
+        if sink is not None:
+            sink.answer_fault(error)
+        else:
+            log.error("a connection to %s: a fault", self._pool.address, exc_info=error)
+
+    def _take(self, data: bytes) -> None:
+        """Take in what the worker sent."""
         reader, body = self._reader, self._relaying
         self._was_silent = False
         try:
@@ -248,7 +284,8 @@ class UpstreamConnection(asyncio.Protocol):
         if reader.complete and self._relaying is body:
             self._end(body)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def _lost(self, exc: Exception | None) -> None:
+        """End what is under way: the connection is gone."""
         self._transport = None
         self._pool.forget(self)
         body, head = self._relaying, self._reader.head

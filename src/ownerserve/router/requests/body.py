@@ -33,7 +33,7 @@ from enum import Enum
 
 import msgspec
 
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.errors import UNREADABLE, InvalidInput
 
 PROMPT_KEYS = frozenset({"conversation", "previous_response_id", "prompt_embeds"})
 """Top-level fields by which a part of the prompt is elsewhere, or no text."""
@@ -83,11 +83,15 @@ class BodyFields(msgspec.Struct, frozen=True):
 
     def text(self, key: str) -> str | None:
         """Return the control field `key` when it is a string, else None (absent, null, other
-        type)."""
+        type). Raises InvalidInput when its bytes are no UTF-8: the pass over the body skips them.
+        """
         span = self.spans.get(key)
         if span is None or self.body[span.start] != _QUOTE:
             return None
-        return _STRING.decode(self.body[span.start : span.end])
+        try:
+            return _STRING.decode(self.body[span.start : span.end])
+        except UNREADABLE as error:
+            raise InvalidInput(key, str(error), "send UTF-8") from error
 
     def raw(self, key: str) -> bytes | None:
         """Return the control field `key` as the client wrote it."""
