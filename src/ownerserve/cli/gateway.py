@@ -19,6 +19,7 @@ from ownerserve.gateway.admin import admin_server
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker, read_key
 from ownerserve.gateway.service import Gateway
+from ownerserve.kv.units import MIB
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import ROUTING_POLICIES, make_policy
 from ownerserve.router.settings import DEFAULTS
@@ -118,6 +119,15 @@ def _policies() -> str:
     "--admin-port", type=PORT, default=0, show_default=True, help="Admin port; 0 takes a free one."
 )
 @click.option(
+    "--body-memory-mib",
+    type=click.IntRange(32),
+    default=512,
+    show_default=True,
+    metavar="MIB",
+    help="Memory for the bodies of all requests that wait for an answer; what comes beyond is told"
+    " 503 before it is read.",
+)
+@click.option(
     "--drain-timeout",
     "drain_timeout_s",
     type=Finite(min=0),
@@ -145,6 +155,7 @@ def command(
     host: str,
     port: int,
     admin_port: int,
+    body_memory_mib: int,
     drain_timeout_s: float,
     ready_file: Path | None,
 ) -> None:
@@ -171,6 +182,7 @@ def command(
         host=host,
         port=port,
         admin_port=admin_port,
+        bodies_max_bytes=body_memory_mib * MIB,
         drain_timeout_s=drain_timeout_s,
         settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
         seats=None if seats is None else SeatSettings(share=seats),

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 
 import msgspec
+from msgspec import structs
 
 from ownerserve.directory.messages import (
     DirectoryRefusal,
@@ -41,7 +42,15 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, later
 from ownerserve.kv.wire.headers import GROUP_HEADER
 from ownerserve.router.messages import Arrive, Claimed
-from ownerserve.router.requests.body import NO_FIELDS, BodyFields, Span, may_say_session, scan
+from ownerserve.router.requests.body import (
+    NO_FIELDS,
+    BodyFields,
+    Prompt,
+    Span,
+    may_say_session,
+    place_of_prompt,
+    scan,
+)
 from ownerserve.router.requests.identity import (
     ANONYMOUS,
     ContentChain,
@@ -72,6 +81,12 @@ class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
     named_parent: SessionId | None = None
     fields: BodyFields = NO_FIELDS
     group: str | None = None
+    prompt: Prompt = Prompt.ELSEWHERE
+    """Where the prompt's text is; looked up as the body is let go."""
+
+    def without_body(self) -> IdentifiedRequest:
+        """Return the request without its body's bytes, but with what they say of the prompt."""
+        return structs.replace(self, fields=NO_FIELDS, prompt=place_of_prompt(self.fields))
 
     @property
     def said(self) -> Span | None:
@@ -169,7 +184,7 @@ class Asking:
         if asked_by is None:
             return identity
         name = self._resolve(asked_by)
-        return identity if name == asked_by else msgspec.structs.replace(identity, session=name)
+        return identity if name == asked_by else structs.replace(identity, session=name)
 
     def ended(self, identity: SessionIdentity) -> None:
         """Note that a turn is over, whatever became of it."""
@@ -187,7 +202,7 @@ class Asking:
         if identity.session is not None:
             place = self.chain.first_turn(identity.session, content, scope=scope)
             parent = place.parent or identity.parent
-            return msgspec.structs.replace(identity, parent=parent), place.shared_bytes
+            return structs.replace(identity, parent=parent), place.shared_bytes
         found = self.chain.arrive(content, scope=scope)
         if found is None:
             return identity, 0

@@ -27,6 +27,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     head_max_bytes: int = 64 * KIB
     body_max_bytes: int = 32 * MIB
     """A request body is held once, whole: it is scanned, and kept until the first byte returns."""
+    bodies_max_bytes: int = 512 * MIB
+    """So much all requests' bodies may hold together; what comes then is told 503, unread."""
     connect_timeout_s: float = 3.0
     head_timeout_s: float = 30.0
     body_timeout_s: float = 300.0

@@ -184,6 +184,11 @@ class Exchange:
         else:
             self.follow(asked, attempt.manner, route)
 
+    def let_body_go(self) -> None:
+        """Keep the request's body no longer: an answer has begun, nobody else will be asked."""
+        self.request.held.let_go()
+        self.request = structs.replace(self.request, body=b"")
+
     def connect(self, attempt: Attempt, place: HeldPlace | None) -> None:
         """Send the turn on a kept connection, or on a new one."""
         is_anew = attempt.dispatch.reason is DispatchReason.RETRY_NEW_CONNECTION
@@ -299,6 +304,10 @@ class Attempt(msgspec.Struct, frozen=True, eq=False):
             and self.route.gives_places
             and is_turn(self.exchange.request.head)
         )
+
+    def without_body(self) -> Attempt:
+        """Return the attempt as it goes on once its body is let go."""
+        return structs.replace(self, asked=self.asked.without_body())
 
     def abort(self) -> None:
         """Give the receipt back, as the client hung up."""
@@ -484,6 +493,8 @@ class AwaitingHead(Sent):
             client.connection_line,
         )
         client.write(head.to_client(lines) + first)
+        exchange.let_body_go()
+        going_on.attempt = attempt.without_body()
         return going_on
 
     def answer_failed(self, failure: Failure) -> None:

@@ -89,6 +89,11 @@ class GatewayCollector(Collector):
             "New sessions that wait for a seat.",
             value=len(self._gateway.turns.admission),
         )
+        yield GaugeMetricFamily(
+            "ownerserve_request_body_bytes",
+            "Memory that the bodies of requests hold, from their first byte to the answer's.",
+            value=self._gateway.bodies.held_bytes,
+        )
         for attribute, name, text, label in _BY_LABEL:
             family = CounterMetricFamily(name, text, labels=[label])
             for key, value in getattr(account, attribute).items():

@@ -14,6 +14,7 @@ from itertools import count
 from ownerserve.directory.port import Directory
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.exchange import Exchange
+from ownerserve.gateway.http.bodies import BodyBudget
 from ownerserve.gateway.http.client import ClientConnection, HttpRequest
 from ownerserve.gateway.http.model_list import Models, union
 from ownerserve.gateway.http.replies import Rejected
@@ -33,6 +34,7 @@ from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.router.policies.apart import lacking, unmet
 
 SWEEP_INTERVAL_S = 5.0
+TIDY_INTERVAL_S = 1.0
 BACKLOG = 4096
 SOME_OTHER = "(not learnt)"
 """Stands for the models of a worker whose list is not known: requests are looked at for theirs."""
@@ -63,6 +65,7 @@ class Gateway:
         self.now = turns.now
         self.state = turns.state
         self.limits = config.limits
+        self.bodies = BodyBudget(config.bodies_max_bytes)
         self.clients: set[ClientConnection] = set()
         self.draining = False
         self.monitors = {
@@ -132,7 +135,7 @@ class Gateway:
         )
         self._tasks = [loop.create_task(monitor.run()) for monitor in monitors]
         self._tasks += [loop.create_task(reader.run()) for reader in self.inventories.values()]
-        self._tasks.append(loop.create_task(self._sweep()))
+        self._tasks += [loop.create_task(self._sweep()), loop.create_task(self._tidy())]
 
     async def drain(self) -> None:
         """Take no more; wait for what is live, at most `drain_timeout_s`; then close all."""
@@ -203,6 +206,12 @@ class Gateway:
             " answered: until one offers it, turns run on the spot (reason not_offered)",
             self.config.policy, action.value, answered, len(self.turns.pools) - answered,
         )  # fmt: skip
+
+    async def _tidy(self) -> None:
+        """Give the memory of bodies that are gone back to the system."""
+        while True:
+            await asyncio.sleep(TIDY_INTERVAL_S)
+            self.bodies.tidy()
 
     async def _sweep(self) -> None:
         """Close clients that keep us waiting, and let in who may enter: one timer for all of

@@ -73,7 +73,7 @@ from ownerserve.router.messages import (
     Unpromised,
 )
 from ownerserve.router.policies import make_policy
-from ownerserve.router.requests.body import Usage, believed, place_of_prompt, scan_usage
+from ownerserve.router.requests.body import Usage, believed, scan_usage
 from ownerserve.router.requests.identity import SessionIdentity
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession
 from ownerserve.router.state import RouterState
@@ -278,7 +278,7 @@ class Turns:
         usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
         known = self.session_of(dispatch)
         came = what_came(stamp, usage, 0 if known is None else known.prompt_tokens)
-        done = Done(dispatch.receipt, told, alias, prompt=place_of_prompt(asked.fields))
+        done = Done(dispatch.receipt, told, alias, prompt=asked.prompt)
         wanted = self.state.handle(done, now)
         if isinstance(wanted, AskRelease) and asked.identity.final:
             self.releasing.end(wanted)

@@ -10,6 +10,7 @@ from functools import partial
 
 from ownerserve.gateway.asking import Asking
 from ownerserve.gateway.config import Config
+from ownerserve.gateway.http.bodies import BodyBudget
 from ownerserve.gateway.http.client import HttpRequest, RequestReader
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.upstream import AnswerReader, Malformed
@@ -79,7 +80,7 @@ class Fuzz:
         if rng.random() < 0.4:
             head = bent(head, rng)
         length = b"content-length: %d\r\ncontent-type: application/json\r\n\r\n" % len(body)
-        reader = RequestReader(self._limits)
+        reader = RequestReader(self._limits, BodyBudget(1 << 30))
         for item in _in_pieces(reader.feed, head + length + body, rng):
             self._read(item)
 

@@ -226,6 +226,12 @@ class Client:
         self.writer.write(head.encode() + body)
         return await self.read()
 
+    async def begin(self, path: str, body: bytes) -> bytes:
+        """Send a request; the head of its answer, whose body is left to be read (`chunks`)."""
+        head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.writer.write(head.encode() + body)
+        return await self.reader.readuntil(b"\r\n\r\n")
+
     async def get(self, path: str) -> Answer:
         self.writer.write(f"GET {path} HTTP/1.1\r\nHost: t\r\n\r\n".encode())
         return await self.read()
@@ -234,13 +240,13 @@ class Client:
         """One whole answer."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         if header(head, b"transfer-encoding") == b"chunked":
-            return Answer(head, await self._chunks())
+            return Answer(head, await self.chunks())
         length = header(head, b"content-length")
         if length is None:
             return Answer(head, await self.reader.read())
         return Answer(head, await self.reader.readexactly(int(length)))
 
-    async def _chunks(self) -> bytes:
+    async def chunks(self) -> bytes:
         body = b""
         while True:
             size = int(await self.reader.readuntil(b"\r\n"), 16)

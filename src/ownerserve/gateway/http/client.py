@@ -23,6 +23,7 @@ from typing import Protocol, cast
 import httptools
 import msgspec
 
+from ownerserve.gateway.http.bodies import BodyBudget, HeldBody
 from ownerserve.gateway.http.heads import Header, RequestHead, read_request_head
 from ownerserve.gateway.http.model_list import Models, model_answer
 from ownerserve.gateway.http.replies import Rejected, error_reply, fault, refused, reply
@@ -32,11 +33,13 @@ log = logging.getLogger("ownerserve.gateway")
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
-    """A request is whole, as the client sent it. `keep_alive`: another may follow."""
+    """A request is whole, as the client sent it. `keep_alive`: another may follow. `held`: what its
+    body takes of the gateway's memory."""
 
     head: RequestHead
     body: bytes
     keep_alive: bool
+    held: HeldBody
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +57,7 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
 class RequestReader:
     """The reader feeds the parser and collects the requests that become whole."""
 
-    def __init__(self, limits: ClientLimits) -> None:
+    def __init__(self, limits: ClientLimits, budget: BodyBudget) -> None:
         self.in_message = False
         self.over = False
         """A request was refused: nothing more is read."""
@@ -69,6 +72,8 @@ class RequestReader:
         self._read_bytes: int | None = None
         self._body: list[bytes] = []
         self._body_bytes = 0
+        self._budget = budget
+        self._held = budget.open()
 
     @property
     def in_head(self) -> bool:
@@ -106,8 +111,14 @@ class RequestReader:
 
     def refuse(self, rejected: Rejected) -> None:
         """Read nothing more; the next `feed` or `rest` gives the refusal."""
-        self.over = True
+        self.close()
         self._items.append(rejected)
+
+    def close(self) -> None:
+        """Read nothing more, and let go what is held of a message that is not whole."""
+        self.over = True
+        self._body = []
+        self._held.let_go()
 
     def rest(self) -> list[HttpRequest | Rejected]:
         """Return what is whole and was not given out yet."""
@@ -169,18 +180,25 @@ class RequestReader:
         length = head.special.get(b"content-length")
         if length is not None and int(length) > self._body_max_bytes:
             raise self._body_too_large()
+        self._held = self._budget.open()
+        if length is not None:
+            self._held.grow(int(length))
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
         self._body_bytes += len(body)
         if self._body_bytes > self._body_max_bytes:
             raise self._body_too_large()
+        self._held.grow(self._body_bytes)
 
     def on_message_complete(self) -> None:
         assert self._head is not None
         self.in_message = False
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._items.append(HttpRequest(self._head, body, self._parser.should_keep_alive()))
+        self._body = []
+        keep_alive = self._parser.should_keep_alive()
+        self._items.append(HttpRequest(self._head, body, keep_alive, self._held))
+        self._held = self._budget.open()
 
 
 QUEUE_MAX = 4
@@ -219,6 +237,7 @@ class ClientPort(Protocol):
 
     clients: set[ClientConnection]
     draining: bool
+    bodies: BodyBudget
 
     @property
     def limits(self) -> ClientLimits:
@@ -259,10 +278,12 @@ class ClientConnection(asyncio.Protocol):
         self.connection_line = b""
         """The Connection header line of the present answer."""
         self._gateway = gateway
-        self._reader = RequestReader(gateway.limits)
+        self._reader = RequestReader(gateway.limits, gateway.bodies)
         self._transport: asyncio.Transport | None = None
         self._queue: deque[HttpRequest | Rejected] = deque()
         self._exchange: Answering | None = None
+        self._held: HeldBody | None = None
+        """What the body of the request that is being answered holds."""
         self._waiting_since_s = gateway.now()
         self._reading = self._writable = True
         self._closing = False
@@ -298,9 +319,11 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._closing = True
-        self._queue.clear()
+        self._reader.close()
+        self._drop_queue()
         self._gateway.clients.discard(self)
-        exchange, self._exchange = self._exchange, None
+        exchange = self._exchange
+        self._answered()
         if exchange is not None:
             try:
                 exchange.abort()
@@ -353,13 +376,15 @@ class ClientConnection(asyncio.Protocol):
             )
             self.connection_line = b"" if keeps else _CLOSE_LINE
             if head.target == b"/health":
+                item.held.let_go()
                 self._answer_health()
                 continue
             path = head.target.partition(b"?")[0]
             if head.method == b"GET" and (path + b"/").startswith(b"/v1/models/"):
+                item.held.let_go()
                 self._answer_models(path)
                 continue
-            self._exchange = self._gateway.begin(self, item)
+            self._exchange, self._held = self._gateway.begin(self, item), item.held
             self._exchange.start()
         self._balance_reading()
 
@@ -410,7 +435,7 @@ class ClientConnection(asyncio.Protocol):
         self.write(error_reply(rejected, request_id=request_id, connection=b"close"))
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
-        self._queue.clear()
+        self._drop_queue()
         self._balance_reading()
         self._closing = True
         asyncio.get_running_loop().call_later(LINGER_S, self.close)
@@ -437,7 +462,7 @@ class ClientConnection(asyncio.Protocol):
 
     def answer_complete(self) -> None:
         """Go on to the next request, or close, as the answer is written."""
-        self._exchange = None
+        self._answered()
         self._waiting_since_s = self._gateway.now()
         if self.connection_line:
             self.close()
@@ -447,10 +472,24 @@ class ClientConnection(asyncio.Protocol):
     def answer_cut_off(self) -> None:
         """Abort the connection, as the worker died in mid-answer, so that the client can see that
         it is short."""
-        self._exchange = None
+        self._answered()
         self._closing = True
         if self._transport is not None:
             self._transport.abort()
+
+    def _answered(self) -> None:
+        """Note that no request is being answered, and let its body go."""
+        self._exchange = None
+        if self._held is not None:
+            self._held.let_go()
+            self._held = None
+
+    def _drop_queue(self) -> None:
+        """Forget the requests that wait behind the present one."""
+        for item in self._queue:
+            if isinstance(item, HttpRequest):
+                item.held.let_go()
+        self._queue.clear()
 
     # What the service does
 

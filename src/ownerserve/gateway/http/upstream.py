@@ -298,14 +298,16 @@ class UpstreamConnection(asyncio.Protocol):
         """Report the end of a whole answer; the connection is freed first, so that it can be used
         at once."""
         reader = self._reader
+        tail, keeps = reader.tail, reader.keep_alive
+        reader.begin(b"")  # an idle connection keeps nothing of its last answer
         self._relaying = None
         transport = self._transport
-        if reader.keep_alive and transport is not None and not transport.is_closing():
+        if keeps and transport is not None and not transport.is_closing():
             self.resume()
             self._pool.give_back(self)
         else:
             self.close()
-        body.answer_end(reader.tail)
+        body.answer_end(tail)
 
     def _lose(self, failure: Failure) -> None:
         """Hang up and report that the answer will not come, or not to its end."""
