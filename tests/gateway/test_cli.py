@@ -85,7 +85,13 @@ def test_uploads_that_are_given_up_leave_nothing_in_memory(tmp_path: Path) -> No
                 client.sendall(head % most + piece)
             for client in clients:
                 client.close()
-        until(lambda: resident_bytes(process.pid) < idle_bytes + 64 * MIB, within_s=60)
+        try:
+            until(lambda: resident_bytes(process.pid) < idle_bytes + 64 * MIB, within_s=60)
+        except AssertionError:
+            with urllib.request.urlopen(f"{ready.read_text().split()[1]}/metrics") as answer:
+                said = answer.read().decode().partition("\nownerserve_request_body_bytes ")[2]
+            now_bytes = resident_bytes(process.pid)
+            pytest.fail(f"idle {idle_bytes}, now {now_bytes}, of bodies {said.split()[0]} bytes")
 
 
 def test_help_teaches_and_mistakes_are_named() -> None:
