@@ -21,7 +21,12 @@ def replay_lengths(worker: Any) -> dict[str, int]:
     """What a replay computes here, and whether there is any."""
     replays = worker.scheduler.get_kv_connector().replays
     lengths = replays.lengths
-    return {"depth": lengths.depth, "reach": lengths.reach, "is_on": int(replays.is_on)}
+    return {
+        "depth": lengths.depth,
+        "reach": lengths.reach,
+        "is_on": int(replays.is_on),
+        "running": len(replays.running),
+    }
 
 
 def write_what_is_replayed(worker: Any) -> None:
@@ -118,3 +123,65 @@ def watch_replays(worker: Any) -> None:
 
 def seen_of_replays(worker: Any) -> dict[str, int]:
     return dict(worker.seen_of_replays)
+
+
+def watch_interruptions(worker: Any) -> None:
+    """From here on: what becomes of replays whose rows are computed in part: `interruptions`."""
+    scheduler = worker.scheduler
+    connector = scheduler.get_kv_connector()
+    replays = connector.replays
+    seen = worker.interruptions = {
+        "chunked": 0, "preempted": 0, "preempted_in_replay": 0, "aborted_in_replay": 0
+    }  # fmt: skip
+
+    def is_amid(request: Any) -> bool:
+        replay = replays.of(request.request_id)
+        return replay is not None and replay.start < request.num_computed_tokens < replay.hit
+
+    preempt, finish = scheduler._preempt_request, scheduler.finish_requests  # noqa: SLF001 - vLLM tells nobody
+    build = connector.build_connector_meta
+
+    def preempted(request: Any, *arguments: Any, **options: Any) -> Any:
+        seen["preempted"] += 1
+        seen["preempted_in_replay"] += is_amid(request)
+        return preempt(request, *arguments, **options)
+
+    def finished(ids: Any, status: Any) -> Any:
+        names = [ids] if isinstance(ids, str) else list(ids or ())
+        found = [scheduler.requests[name] for name in names if name in scheduler.requests]
+        seen["aborted_in_replay"] += sum(map(is_amid, found))
+        return finish(ids, status)
+
+    def built(output: Any) -> Any:
+        for request_id in output.num_scheduled_tokens:
+            seen["chunked"] += is_amid(scheduler.requests[request_id])
+        return build(output)
+
+    scheduler._preempt_request, scheduler.finish_requests = preempted, finished  # noqa: SLF001
+    connector.build_connector_meta = built
+
+
+def interruptions(worker: Any) -> dict[str, int]:
+    """How many steps went on in mid-replay, and how many requests were stopped there."""
+    return dict(worker.interruptions)
+
+
+def step_into_a_replay(worker: Any, *, most: int = 200) -> bool:
+    """Step until some replay is computed in part; whether one is."""
+    scheduler = worker.scheduler
+    replays = scheduler.get_kv_connector().replays
+    for _ in range(most):
+        for request_id, replay in replays.running.items():
+            request = scheduler.requests.get(request_id)
+            if request is not None and replay.start < request.num_computed_tokens < replay.hit:
+                return True
+        worker.do_run_steps(1)
+    return False
+
+
+def abort_amid_a_replay(worker: Any, *, asks: list[dict[str, Any]]) -> bool:
+    """Submit requests, and give up all when a part of a replay is computed; whether one was."""
+    worker.do_submit_all(asks)
+    is_amid = step_into_a_replay(worker)
+    worker.do_abort([ask["id"] for ask in asks])
+    return is_amid
