@@ -92,10 +92,10 @@ def a_life(
     settle(worker)
     dice = branching.dice
     while seen["answers"] < requests:
-        if dice.random() < 0.15:
+        if not seen["answers"] or dice.random() < 0.15:
             settle(worker)
             seen["resets"] += bool(worker.ask("reset"))
-            if dice.random() < 0.3:
+            if seen["answers"] and dice.random() < 0.3:
                 seen["stores emptied"] += 1
                 worker.hook("empty_store")
         asked = [branching.following() for _ in range(dice.randint(1, 8))]

@@ -74,7 +74,17 @@ VLLM = Abilities(
 """vLLM 0.32 on a GPU through our connector: one prefix length for all groups, foreign state lands
 in host memory, nothing is replayed. On a CPU it lands where the engine reads it."""
 
-ENGINES = {"hf": HF, "vllm": VLLM, "ideal": FULL_ABILITIES}
+
+def replaying_windows(abilities: Abilities) -> Abilities:
+    """Return what an engine can do that also replays windows over what full attention has kept."""
+    return msgspec.structs.replace(abilities, can_replay=True, per_group_hit=True)
+
+
+VLLM_REPLAY = replaying_windows(VLLM)
+"""vLLM 0.31 and 0.32 under our scheduler class, which the operator has to name (docs/vllm.md). Only
+for models of full and sliding attention: plan.window_replay."""
+
+ENGINES = {"hf": HF, "vllm": VLLM, "vllm-replay": VLLM_REPLAY, "ideal": FULL_ABILITIES}
 """By the name that commands take. `ideal` is no engine of today: it can do all that is planned."""
 
 

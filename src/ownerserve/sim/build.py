@@ -108,6 +108,7 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     if parts.spec is not None:
         geometry = Geometry.of(parts.spec(geometry.spec))
     model = unit_model(geometry, workload.block_tokens)
+    _check_abilities(setup, geometry.spec, workload.block_tokens)
     speed = speed_of(pace, geometry, setup.links)
     settings = settings_of(setup, speed)
     policy = _policy(setup, settings, parts)
@@ -139,6 +140,13 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
         raise lacking(setup.policy, action, setup.workers)
     Injector(heap, fleet, nodes.disks).plan(setup.faults)
     return Built(heap, fleet, pace, settings, nodes)
+
+
+def _check_abilities(setup: SimSetup, spec: ModelSpec, block_tokens: int) -> None:
+    why = setup.granted.why_not(spec, block_tokens=block_tokens, step_tokens=setup.step_tokens)
+    if why is not None:
+        problem = f"{setup.abilities} replays nothing of {spec.family}: {why}"
+        raise InvalidInput("abilities", problem, "use --engine-abilities vllm, which is the same")
 
 
 def _policy(setup: SimSetup, settings: Settings, parts: BaselineParts) -> RoutingPolicy:

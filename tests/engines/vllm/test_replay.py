@@ -13,10 +13,10 @@ from ownerserve.engines.vllm.replay.rules import (
     is_asked,
     replay_lengths,
     why_off,
-    why_too_long,
 )
 from ownerserve.plan.inputs import FULL_ABILITIES, ModelState
 from ownerserve.plan.restore import Planner
+from ownerserve.plan.window_replay import why_too_long
 
 PLANNER = Planner(
     ModelState(layers=4, block_tokens=32, range_bytes_per_token=1.0, point_bytes=1),
@@ -134,9 +134,8 @@ def test_a_model_that_no_registry_knows_is_counted_by_its_groups_if_there_is_one
 
 
 def test_a_replay_longer_than_a_step_is_off() -> None:
-    lengths = ReplayLengths(500, 510)
-    assert why_too_long(lengths, block_tokens=32, step_tokens=542) is None
-    assert why_too_long(lengths, block_tokens=32, step_tokens=541) is not None
+    assert why_too_long(510, block_tokens=32, step_tokens=542) is None
+    assert why_too_long(510, block_tokens=32, step_tokens=541) is not None
 
 
 def test_rows_are_right_once_every_window_before_them_was() -> None:

@@ -110,8 +110,8 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     type=click.Choice(list(ENGINES)),
     default="hf",
     show_default=True,
-    help="What engines may do: what our hf workers or vLLM state today, or ideal: all that is "
-    "designed, moves between workers included.",
+    help="What engines may do: what our hf workers, vLLM, or vLLM with our scheduler state today, "
+    "or ideal: all that is designed, moves between workers included.",
 )
 @click.option(
     "--mode",

@@ -53,9 +53,10 @@ from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
-from ownerserve.plan.inputs import VLLM, Abilities
+from ownerserve.plan.inputs import VLLM, Abilities, replaying_windows
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.checkpoints import CheckpointPolicy, Full, TurnEnd, Zero
+from ownerserve.plan.window_replay import why_too_long
 from ownerserve.store.disk.tier import DiskOptions
 
 log = logging.getLogger("vllm.ownerserve")
@@ -138,8 +139,8 @@ class ConnectorParts:
             text = self.config.model_config.hf_text_config.to_dict()
             found = rules.replay_lengths(text, groups, stages=stages)
             lengths, why = (lengths, found) if isinstance(found, str) else (found, None)
-        why = why or rules.why_too_long(
-            lengths,
+        why = why or why_too_long(
+            lengths.reach,
             block_tokens=self.layout.block_tokens,
             step_tokens=int(self.config.scheduler_config.max_num_batched_tokens),
         )
@@ -147,8 +148,8 @@ class ConnectorParts:
             log.warning("nothing is replayed: %s", why)
             return Replays(lengths, None, workers=self.ranks.tensor)
         model = msgspec.structs.replace(self.shape.model_state(), exact_replay_tokens=lengths.reach)
-        able = msgspec.structs.replace(self.abilities(), can_replay=True, per_group_hit=True)
-        return Replays(lengths, Planner(model, able), workers=self.ranks.tensor)
+        planner = Planner(model, replaying_windows(self.abilities()))
+        return Replays(lengths, planner, workers=self.ranks.tensor)
 
     @cached_property
     def device(self) -> EngineDevice:

@@ -1,6 +1,6 @@
 """This module says what a simulated engine may do, and which of it no real worker does yet.
 
-Owns the three sets by name. What the node may plan are the records that the engines state
+Owns the four sets by name. What the node may plan are the records that the engines state
 (plan.inputs); what the router may place is what their workers offer (router.worker). `ideal`
 grants all that is designed: what of that is modelled and not yet built is said wherever a result
 is shown.
@@ -13,10 +13,14 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.specs import ModelSpec
 from ownerserve.plan.inputs import ENGINES, Abilities
+from ownerserve.plan.window_replay import why_no_window_replay
 from ownerserve.router.worker import EVERY_ACTION, EVERY_ENGINE
 
-EngineAbilities: TypeAlias = Literal["ideal", "hf", "vllm"]
+EngineAbilities: TypeAlias = Literal["ideal", "hf", "vllm", "vllm-replay"]
+REPLAYING: EngineAbilities = "vllm-replay"
+"""Replays windows of paged state alone, as plan.window_replay says."""
 FROM_TIERS = frozenset({PlacementAction.TAIL_RECOMPUTE})
 """Needs a tier below the device, whoever the engine is."""
 
@@ -32,6 +36,13 @@ class Granted(msgspec.Struct, frozen=True):
     planner: Abilities
     actions: frozenset[PlacementAction]
     not_built: tuple[str, ...] = ()
+
+    def why_not(self, spec: ModelSpec, *, block_tokens: int, step_tokens: int) -> str | None:
+        """Return why no engine of this set does for such a model what the set grants; None when
+        one does."""
+        if self.name != REPLAYING:
+            return None
+        return why_no_window_replay(spec, block_tokens=block_tokens, step_tokens=step_tokens)
 
     def told(self) -> dict[str, Any]:
         """Return the set as plain data, for a report."""

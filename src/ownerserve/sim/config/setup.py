@@ -66,7 +66,8 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     longest_fold      decode steps in one event at most; 1 simulates every step
     transfer_s        after so long without room a transfer is given up
     cache_policy      eviction order on the device (cache.policies)
-    abilities         what engines may do: ideal, or what hf or vllm workers state (config.granted)
+    abilities         what engines may do: ideal, or what hf, vllm or vllm-replay workers state
+                      (config.granted)
     oracle            "": none; "infinite", "horizon" or a part of that: see sim.oracle
     seats             how many sessions may run at once (router.admission); None: all that come
     hot_ms, cool_s    T_hot and T_cool; None: derived from the pace (router.settings)

@@ -52,14 +52,6 @@ def why_off(vllm_config: Any, kv_cache_config: Any, *, has_hooks: bool) -> str |
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def why_too_long(lengths: ReplayLengths, *, block_tokens: int, step_tokens: int) -> str | None:
-    """Return why a replay does not fit into a step, whose blocks it takes at once; None: it
-    does."""
-    if lengths.reach + block_tokens > step_tokens:
-        return f"a replay of {lengths.reach} tokens is longer than a step of {step_tokens}"
-    return None
-
-
 def replay_lengths(
     config: Mapping[str, Any], groups: Sequence[Any], *, stages: int
 ) -> ReplayLengths | str:
