@@ -11,13 +11,16 @@ import msgspec
 import openai
 import pytest
 
+from ownerserve.kv.wire.headers import read_answer_line
 from ownerserve.kv.wire.status import read_status
-from tests.support.vllm import connectors
+from tests.support.vllm import connectors, tiny
 from tests.support.vllm.installed import distribution
 from tests.support.vllm.rig import Rig
 from tests.support.vllm.serving import SERVE_S, gateway, serve
 
 pytestmark = pytest.mark.vllm
+
+B = 32
 
 
 def say(client: openai.OpenAI, messages: list[dict[str, str]]) -> tuple[str, int]:
@@ -98,3 +101,39 @@ def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Pa
             assert desk.post("/release", json={"session": "agent-1"}).status_code == 400
         again, _ = talk(server.url, turns=2)
         assert again == texts
+        told = httpx.get(f"{server.url}/health", timeout=30).headers["x-ownerserve-answer"]
+        on_health = read_answer_line(told.encode()).line
+        assert on_health.unit is not None and on_health.load is not None
+        assert on_health.unit.incarnation == read.status.unit.incarnation
+        with gateway([server.url], tmp_path / "gateway") as (url, admin):
+            what_came_of_prompts_is_heard(url, admin)
+
+
+def what_came_of_prompts_is_heard(url: str, admin: str) -> None:
+    """Answers that are streamed without `usage`: what the device holds and what was lost is known
+    by the lines on them alone."""
+    prompt, expected = tiny.prompt(700, seed=11), []
+    for turn in range(3):
+        expected.append(streamed(url, prompt))
+        prompt += tiny.prompt(64, seed=turn)
+    blocks = [(700 + 64 * turn) // B * B for turn in range(3)]
+    assert expected == [0, *blocks[:2]]
+    assert counter(admin, "ownerserve_reseeds_total") == 0
+    streamed(url, prompt, cache_salt="its state is another's")
+    assert counter(admin, "ownerserve_reseeds_total") == 1
+    assert counter(admin, "ownerserve_lost_tokens_total") >= blocks[2]
+
+
+def streamed(url: str, prompt: list[int], **more: str) -> int:
+    """A turn of a session; how many of its tokens the gateway expected to be there."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "stream": True}
+    headers = {"x-session-id": "agent-2"}
+    answer = httpx.post(f"{url}/v1/completions", json=body | more, headers=headers, timeout=120)
+    assert answer.status_code == 200 and '"usage":{' not in answer.text, answer.text
+    assert "x-ownerserve-answer" not in answer.headers, "it goes no further than the gateway"
+    return int(answer.headers["x-ownerserve-expected-cached-tokens"])
+
+
+def counter(admin: str, name: str) -> float:
+    lines = httpx.get(f"{admin}/metrics", timeout=30).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))

@@ -66,7 +66,9 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
         assert line["load"]["pending_prefill_tokens"] == 250
     name, parent, group = ("5" * 32, "6" * 32, "7" * 32)
     its_answer = [name, None, ""]  # by then the session may be over: nothing is told of it again
-    assert report["heard"] == [its_answer, [name, parent, group], its_answer]
+    health = [None, None, ""]
+    assert report["heard"] == [its_answer, health, [name, parent, group], its_answer]
+    assert report["health"]["unit"] == report["turn"][1]["unit"]
     for case in ("turn without a core", "turn, silent core", "turn, core gone"):
         status, line, took_s = report[case]
         assert (status, line) == (200, None) and took_s < 1, case

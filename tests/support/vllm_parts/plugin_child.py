@@ -37,6 +37,9 @@ class Listening:
     def heard(self, asked: Any) -> None:
         self.asked.append([asked.session_id, asked.parent, asked.group])
 
+    def came_of(self, asked: Any) -> None:
+        """Nothing is known of any prompt."""
+
     def release(self, asked: Any) -> Any:
         from ownerserve.kv.wire.rpc import Released
 
@@ -84,6 +87,7 @@ class Server:
         self.app = FastAPI()
         # As vLLM's own routes, which are there before plug-ins are asked.
         self.app.add_api_route("/v1/completions", lambda: {"text": "so on"}, methods=["POST"])
+        self.app.add_api_route("/health", lambda: {"is": "well"}, methods=["GET"])
         attach_endpoint_plugins(self.app, ("generate",))
         self._client = TestClient(self.app)
 
@@ -106,6 +110,11 @@ class Server:
         client = self._client
         answer = client.get(path) if body is None else client.post(path, json=body)
         return answer.status_code, answer.json()
+
+    def health(self) -> object:
+        """The line on /health."""
+        line = self._client.get("/health").headers.get("x-ownerserve-answer")
+        return line and json.loads(line)
 
     def turn(self, told: str | None) -> list[Any]:
         """An answer's status, its line, and seconds."""
@@ -144,6 +153,7 @@ def play(server: Server, store: Path, report: dict[str, object]) -> None:
     handler.measured(*measured())
     report["status"] = ask("/ownerserve/status")
     report["turn"] = turn(session)
+    report["health"] = server.health()
     turn(json.dumps({"name": "5" * 32, "parent": "6" * 32, "group": "7" * 32}))
     report["heard"] = list(sessions.asked)
     report["nobody's turn"] = turn("{}")

@@ -16,10 +16,13 @@ sets it names every other plug-in in use too.
 `AnswerLines` puts the worker's line on vLLM's answers, as ASGI middleware:
 
     a turn comes, of parent, group, epoch, version ── AskLine ──> engine core
-    its answer's head ── AskLine ──> engine core ── LineIs ──> x-ownerserve-answer
+    its answer's head, held until its body begins ── AskLine(request) ──> engine core
+                      x-ownerserve-answer <── LineIs: unit, load, owner, mode, tip ──┘
+    /health's head ── AskLine ──> engine core ── LineIs: unit, load ──> x-ownerserve-answer
 
-vLLM's request has no place for these. They are told when the turn comes, and not again with its
-answer: the session may have ended by then.
+vLLM's request has no place for the first. They are told when the turn comes, and not again with its
+answer: the session may have ended by then. vLLM writes the head of a streamed answer before its
+engine has seen the prompt; by the first byte of the body it is known what came of it.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +49,7 @@ from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import (
     ANSWER_HEADER,
+    NO_TURN_LINE,
     TURN_HEADER,
     TurnLine,
     decode_turn_line,
@@ -82,7 +87,10 @@ ASK_S = 0.25
 PAUSE_S = 1.0
 """How long a silent engine core is not asked again."""
 
+HEALTH = "/health"
 _TURN, _ANSWER = TURN_HEADER.encode(), ANSWER_HEADER.encode()
+_REQUEST = b"x-request-id"
+"""A gateway's id of a request, by which vLLM names it too."""
 _RANK = b"x-data-parallel-rank"
 """vLLM's header by which a request goes to an engine core."""
 
@@ -111,6 +119,11 @@ class CoreLine:
         """Tell the core what the question says; nobody waits for the answer."""
         self._thread.submit(self._ask, question)
 
+    def close(self) -> None:
+        """End the connection and the thread: nobody is asked any more."""
+        self._thread.submit(self._hang_up)
+        self._thread.shutdown()
+
     def _ask(self, question: AskLine) -> Said | None:
         if time.monotonic() < self._again_s:
             return None
@@ -119,15 +132,19 @@ class CoreLine:
                 self._client = RpcClient(self._address.read_text().strip(), timeout_s=ASK_S)
             return self._client.ask(question)
         except (OSError, zmq.ZMQError, InvalidInput):  # silent, gone: the address is read anew
-            if self._client is not None:
-                self._client.close()
-            self._client, self._again_s = None, time.monotonic() + PAUSE_S
+            self._hang_up()
+            self._again_s = time.monotonic() + PAUSE_S
             return None
+
+    def _hang_up(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        self._client = None
 
 
 class AnswerLines:
-    """`AnswerLines` is ASGI middleware that puts the line on answers to turns that gateways sent,
-    on no others.
+    """`AnswerLines` is ASGI middleware that puts the line on answers to turns that gateways sent
+    and on /health, on no others.
 
     `core` says whom to ask of a request; None: nobody yet, or ever, or it can't be told.
     """
@@ -137,7 +154,7 @@ class AnswerLines:
         self._core = core
 
     async def __call__(self, scope: Any, receive: Any, send: Send) -> None:
-        line = _turn_of(scope)
+        line = _asks_for(scope)
         core = self._core(scope) if line is not None else None
         if core is None or line is None:
             await self._app(scope, receive, send)
@@ -145,23 +162,34 @@ class AnswerLines:
         if line.name is not None and (line.parent or line.epoch or line.group or line.version):
             group, version = line.group or "", line.version or 0
             core.tell(AskLine(line.name, line.parent, group, line.epoch, version))
+        answer = AskLine(line.name, request_id=(_header(scope, _REQUEST) or b"").decode("latin-1"))
+        head: Any = None
 
         async def sent(message: Any) -> None:
+            nonlocal head
             if message["type"] == "http.response.start":
-                said = await core.ask(AskLine(line.name))
+                head = message
+                return
+            if head is not None:
+                is_served = head["status"] < HTTPStatus.BAD_REQUEST
+                said = await core.ask(answer if is_served else AskLine(line.name))
                 if isinstance(said, LineIs):
                     told = (_ANSWER, encode_answer_line(said.line))
-                    message = {**message, "headers": [*message.get("headers", ()), told]}
+                    head = {**head, "headers": [*head.get("headers", ()), told]}
+                await send(head)
+                head = None
             await send(message)
 
         await self._app(scope, receive, sent)
 
 
-def _turn_of(scope: Any) -> TurnLine | None:
-    """Return what a gateway says of the turn; None: no gateway sent it, or not in a form that is
-    read."""
+def _asks_for(scope: Any) -> TurnLine | None:
+    """Return what a gateway says of the turn, on whose answer the line goes; of /health, nothing.
+    None: it goes on no answer to this, which no gateway sent, or not in a form that is read."""
     if scope["type"] != "http":
         return None
+    if scope["path"].removeprefix(scope.get("root_path", "")) == HEALTH:
+        return NO_TURN_LINE
     value = _header(scope, _TURN)
     try:
         return None if value is None else decode_turn_line(value.decode("latin-1"))
@@ -206,6 +234,8 @@ class OwnerServeEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Remember where this engine's store is, and who knows which models it serves."""
         self._state = state
+        for former in self._cores.values():
+            former.close()
         transfer = getattr(args, "kv_transfer_config", None)
         extra = extra_of(
             getattr(transfer, "kv_connector", None),

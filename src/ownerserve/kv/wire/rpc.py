@@ -142,7 +142,7 @@ class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
     """AskLine asks what is to be said on the answer to a turn of the session; None: of none. Of a
     turn that comes, `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`:
     the highest under which its gateway knows it owned; `version`: how many turns it knows its
-    owners finished.
+    owners finished. Of an answer that begins, `request_id`: whose it is, as the gateway told it.
     """
 
     session_id: SessionId | None = None
@@ -150,6 +150,7 @@ class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
     group: str = ""
     epoch: Epoch | None = None
     version: int = 0
+    request_id: str = ""
 
 
 RpcRequest = AskLine | ListHeld | Status | Probe | Reserve | Commit | Release | ReleaseSession

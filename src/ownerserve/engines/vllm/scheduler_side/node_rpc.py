@@ -220,14 +220,19 @@ class NodeRpcHandler:
         return Admit(ahead_prefill_tokens=status.pending_prefill_tokens)
 
     def _line(self, asked: AskLine) -> AnswerLine:
-        """Return the worker's line: its name, its load, and whose the session is."""
-        owner = self._sessions.heard(asked)
+        """Return the worker's line: its name, its load, whose the session is, and what came of the
+        prompt of the answer that is asked about."""
+        owner, came = self._sessions.heard(asked), self._sessions.came_of(asked)
         return AnswerLine(
             unit=self._unit,
             load=load_statement(self._status()),
             owner=None if owner is None else owner.unit,
             epoch=None if owner is None else owner.epoch,
             version=None if owner is None else owner.version,
+            tip=None if came is None or came.tip is None else came.tip.hex(),
+            tokens=0 if came is None else came.tokens,
+            mode=None if came is None else came.mode,
+            lost_tokens=0 if came is None else came.lost_tokens,
         )
 
     def _status(self) -> WorkerLoad:

@@ -8,18 +8,21 @@ sessions in their own tables. The ports and keys of an engine core are made here
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+import msgspec
 
 from ownerserve.directory.opening import opener_of
 from ownerserve.directory.port import Directory
 from ownerserve.engines.vllm.turns.turn import is_final, session_of
 from ownerserve.kv.addresses import KEYED, is_loopback
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.curve import FleetKey, read_fleet_key
 from ownerserve.kv.wire.headers import is_name
@@ -80,6 +83,23 @@ def opener(url: str, key_file: str = "") -> Callable[[], Directory]:
 
 _NOTHING = AskLine()
 
+BEGUN_KEPT = 4096
+"""Sessions of which it is known what came of their prompts."""
+BEGUN_TURNS = 8
+"""Turns of one session whose answers are still to come, at most."""
+
+
+class PromptCame(msgspec.Struct, frozen=True, gc=False):
+    """A `PromptCame` says what came of the prompt of the request `request_id`, as its first step
+    was planned. The device has its first `tokens` tokens, which end in `tip`, once they are
+    computed; None: it keeps none."""
+
+    request_id: str
+    mode: ExecutionMode
+    lost_tokens: int = 0
+    tip: PrefixHash | None = None
+    tokens: int = 0
+
 
 class SessionsHere:
     """`SessionsHere` are the sessions with turns at one engine. `ownership` None: there is no
@@ -90,6 +110,8 @@ class SessionsHere:
         self._turns: Counter[str] = Counter()
         self._heard: dict[str, AskLine] = {}
         """What gateways said of the turns that are here, until they end."""
+        self._begun: OrderedDict[str, tuple[PromptCame, ...]] = OrderedDict()
+        """By session, until the answer is asked about: a whole one comes after its turn's end."""
         self._lock = Lock()
 
     @property
@@ -120,6 +142,17 @@ class SessionsHere:
             self._turns[session] += 1
         if is_name(session):
             self._tell(TurnCame(SessionId(session)))
+
+    def begun(self, request: Any, came: PromptCame) -> None:
+        """Note what came of a turn's prompt, for the line on its answer."""
+        session = session_of(request)
+        if session is None or not is_name(session):
+            return
+        with self._lock:
+            before = self._begun.pop(session, ())
+            self._begun[session] = (*before, came)[-BEGUN_TURNS:]
+            if len(self._begun) > BEGUN_KEPT:
+                self._begun.popitem(last=False)
 
     def ended(self, request: Any, tokens: Packed, tenant: bytes = b"") -> None:
         """Note that a turn is here no more. Unless it was given up it leaves `tokens` computed, or
@@ -175,3 +208,20 @@ class SessionsHere:
         if asked.parent is not None or asked.epoch is not None:
             self._tell(TurnCame(session, asked.parent, asked.epoch))
         return self._ownership.owner_of(session)
+
+    def came_of(self, asked: AskLine) -> PromptCame | None:
+        """Return what came of the prompt whose answer is asked about, once. None: nobody says which
+        request that is, or nothing is known of it.
+
+        vLLM's name of a request has the id in it that came with it in x-request-id; requests for
+        the same answer (`n`) follow each other, and the first one met what the others meet too.
+        """
+        if asked.session_id is None or not asked.request_id:
+            return None
+        with self._lock:
+            begun = self._begun.pop(asked.session_id, ())
+            own = tuple(came for came in begun if asked.request_id in came.request_id)
+            rest = tuple(came for came in begun if came not in own)
+            if rest:
+                self._begun[asked.session_id] = rest
+        return own[0] if own else None

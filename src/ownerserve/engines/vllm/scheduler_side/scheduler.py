@@ -33,7 +33,7 @@ from ownerserve.engines.vllm.scheduler_side.holding import Holding
 from ownerserve.engines.vllm.scheduler_side.late_turns import UNSAVED_LEVELS, LateTurns
 from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
 from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
-from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
+from ownerserve.engines.vllm.scheduler_side.owning import PromptCame, SessionsHere
 from ownerserve.engines.vllm.scheduler_side.pending_commands import PendingCommands, Tally
 from ownerserve.engines.vllm.scheduler_side.resuming import Resuming
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
@@ -538,17 +538,30 @@ class SchedulerSide:
         """Count what came of a prompt, at its first step. vLLM's hits end at whole blocks of all
         groups."""
         turn.is_told = True
-        session, known = session_of(turn.request), 0
-        if session and turn.prompt is not None:
-            hashed = turn.prompt.hashed
-            prompt = PromptPrefix(turn.prompt.tokens, hashed, len(hashed.digests), self._block)
+        session, prompt, known = session_of(turn.request), self._prompt(turn), 0
+        if session and prompt is not None:
             known = self._known.tokens_of(SessionId(session), prompt)
         restored = max(0, cached - turn.hit) if turn.offer else 0
-        self._counts[f"mode_{execution_mode(known, cached, restored)}"] += 1
-        self._counts["lost_tokens"] += lost_tokens(known, cached)
+        mode, lost = execution_mode(known, cached, restored), lost_tokens(known, cached)
+        self._counts[f"mode_{mode}"] += 1
+        self._counts["lost_tokens"] += lost
+        came = PromptCame(turn.request.request_id, mode, lost)
+        if prompt is not None and self._pool.enable_caching:
+            tokens = prompt.blocks * self._block
+            came = msgspec.structs.replace(came, tip=prompt.tip, tokens=tokens)
+        self._sessions.begun(turn.request, came)
         if (replay := self._replays.of(turn.request.request_id)) is not None:
             self._counts["replays"] += 1
             self._counts["replayed_tokens"] += replay.hit - replay.start
+
+    def _prompt(self, turn: TrackedRequest) -> PromptPrefix | None:
+        """Return the turn's prompt with the digests of its full blocks; those of its session may go
+        on behind them. None: it is not hashed."""
+        if turn.prompt is None:
+            return None
+        tokens = turn.prompt.tokens
+        blocks = len(tokens) // TOKEN_BYTES // self._block
+        return PromptPrefix(tokens, turn.prompt.hashed, blocks, self._block)
 
     def _added(self, turn: TrackedRequest, end: int) -> bytes:
         known = self.state.saves.tokens(TurnId(turn.request.request_id))
