@@ -54,7 +54,6 @@ OUTSIDE: dict[str, str] = {
     "ownerserve.engines.vllm.replay.scheduler.AsyncReplayScheduler": VLLM,
     "ownerserve.engines.vllm.replay.scheduler.ReplayScheduler": VLLM,
     "ownerserve.kv.clock.ManualClock": "the clock of tests",
-    "ownerserve.kv.wire.rpc.Admit": "who asks POST /ownerserve/admit of vLLM's server reads it",
     "ownerserve.cache.policies.block_lru.BlockLru": ORACLE,
     "ownerserve.sim.oracle.belady.bound": ORACLE,
     "ownerserve.sim.oracle.infinite.infinite": ORACLE,

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
@@ -19,10 +20,12 @@ from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
+    Admit,
     Cancel,
     Cancelled,
     Commit,
     Nonce,
+    Probe,
     Reject,
     Release,
     Reserve,
@@ -40,9 +43,12 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Refuse
+from ownerserve.router.settings import DEFAULTS
 from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import said
 from tests.support.waits import until_async
+
+BODY = b'{"prompt": "' + b"some words of a task, " * 20 + b'"}'
 
 
 class Admission:
@@ -54,6 +60,8 @@ class Admission:
         """Of the reserves, with those that were said again."""
         self.cancelled: list[Nonce] = []
         self.is_silent = self.is_full = False
+        self.quote: Admit | Reject | None = None
+        """What it says where it holds no places, as vLLM; None: it holds them."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -76,7 +84,11 @@ class Admission:
                 answer: RpcAnswer = Reserved(len(self.reserves))
                 if self.is_full:
                     answer = Reject(WorkerRefusal.NO_ROOM)
+                if self.quote is not None:
+                    answer = Reject(WorkerRefusal.UNKNOWN_RESERVATION)
                 await self._socket.send_multipart([*envelope, encode(answer)])
+            elif isinstance(request, Probe) and self.quote is not None:
+                await self._socket.send_multipart([*envelope, encode(self.quote)])
 
     @property
     def reserves(self) -> list[Reserve]:
@@ -147,7 +159,7 @@ def test_a_worker_that_moves_its_port_while_it_is_asked_costs_nobody_a_turn(play
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
 
 
-async def _broken(*_: object) -> None:
+async def _broken(*_: object, **__: object) -> None:
     raise KeyError("a fault of ours")
 
 
@@ -368,6 +380,69 @@ def test_a_turn_that_all_refused_for_room_is_one_request_sent_unasked(play: Play
         told = await client.post("/v1/chat/completions", x__session__id="b")
         assert (told.status, json.loads(told.body)["error"]["code"]) == (429, "no_room")
         assert (account.received, account.done, account.rejected) == (2, 1, 1)
+        for admission in admissions:
+            admission.close()
+
+    play(scenario, states=[record(None)] * 2, health_interval_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("quote", "expected"),
+    [
+        (Admit(0), 101),
+        (Admit(0, resident_tokens=101, restorable_tokens=0), 101),
+        (Admit(0, resident_tokens=64, restorable_tokens=0), 64),
+        (Admit(0, resident_tokens=0, restorable_tokens=0), 0),
+    ],
+)
+def test_what_a_worker_without_places_says_that_it_holds_is_counted_on(
+    play: Play, quote: Admit, expected: int
+) -> None:
+    """Of a session that was away: what its last turn left may have gone since."""
+
+    async def scenario(world: World) -> None:
+        (engine,), admission = world.engines, Admission()
+        engine.usage = b'{"prompt_tokens": 100, "completion_tokens": 1}'
+        admission.quote = Admit(0)
+        await introduced(world, admission.address)
+        client, gateway = await world.client(), world.gateway
+        assert (await client.post("/v1/completions", BODY, x__session__id="a")).status == 200
+        await world.settled()
+        admission.quote = quote
+        told = await client.post("/v1/completions", BODY * 2, x__session__id="a")
+        assert told.status == 200
+        assert int(told["x-ownerserve-expected-cached-tokens"]) == expected
+        [(name, _)] = gateway.state.sessions.items()
+        probes = [one for one in admission.asked if isinstance(one, Probe)]
+        assert {probe.session_id for probe in probes} == {name}
+        corrected = gateway.turns.observer.pressure["corrected", "holds_less"]
+        assert corrected == (expected < 101)
+        assert len(probes) == 2 + corrected
+        await world.settled()
+        account = gateway.state.account
+        assert (account.received, account.done, account.rejected) == (2, 2, 0)
+        assert not account.failures
+        admission.close()
+
+    settings = replace(DEFAULTS, cold_after_s=-1.0)
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05, settings=settings)
+
+
+def test_a_worker_without_places_that_says_no_is_not_sent_the_turn(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        admissions = Admission(), Admission()
+        for admission in admissions:
+            admission.quote = Reject(WorkerRefusal.QUEUE_FULL)
+        await introduced(world, *(admission.address for admission in admissions))
+        client, pressure = await world.client(), world.gateway.turns.observer.pressure
+        told = await client.post("/v1/completions", x__session__id="a")
+        assert (told.status, json.loads(told.body)["error"]["code"]) == (429, "queue_full")
+        assert pressure["refused", "queue_full"] == 2
+        admissions[1].quote = Admit(0)
+        for session in "bc":
+            told = await client.post("/v1/completions", x__session__id=session)
+            assert world.engine_of(told) is world.engines[1]
+        assert not [key for key in pressure if key[0] == "unasked"]
         for admission in admissions:
             admission.close()
 

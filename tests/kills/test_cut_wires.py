@@ -706,6 +706,7 @@ _READER = (
     "gateway/test_inventory_reader.py"
     "::test_it_goes_on_where_it_ended_and_reads_a_new_life_from_the_start"
 )
+_HELD = "gateway/test_places.py::test_what_a_worker_without_places_says_that_it_holds_is_counted_on"
 _LIKE = f"{_STATED}::test_a_worker_that_has_measured_nothing_is_priced_as_its_like_that_has"
 CUT_AS_READ: dict[str, str] = {
     "load pending_prefill_tokens": _STAMPS,
@@ -734,6 +735,7 @@ CUT_AS_READ: dict[str, str] = {
     "has session": _READER,
     "has tier": _READER,
     "has tokens": _READER,
+    "said admit.resident_tokens": _HELD,
 }
 """Where a test's own fleet reads it, by tests/support/kills/cut_fields.py: each test fails so."""
 _CORE = "vLLM's server asks its engine core: its whole message is cut by hand"
@@ -752,6 +754,7 @@ UNCUT: dict[str, str] = {
     "outcome found.last_access_s": "open: nobody acts on it yet",
     "outcome found.wanted": _PEOPLE,
     "said admit.ahead_prefill_tokens": _CORE,
+    "said admit.restorable_tokens": "open: as `resident_tokens`, of a session that is on disk",
     "said status_is.status": _CORE,
     "said status_is.profile": _CORE,
     "said line_is.line": _CORE,

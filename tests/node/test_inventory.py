@@ -169,5 +169,9 @@ def test_the_next_life_tells_what_the_file_says_and_the_store_has() -> None:
             del driver.stored[id_]
     driver.handle(Remembered(tuple(former.file.values())))
     assert not held(driver.state.inventory), "nothing is told unseen"
+    residency = driver.state.residency
+    assert residency.restorable(S) is None, "nor that nothing is there"
     driver.idle(0.0)
+    sessions = (S, SessionId("other"), SessionId("nobody's"))
+    assert [residency.restorable(one) for one in sessions] == [len(TOKENS), 0, 0]
     assert held(driver.state.inventory) == {("s", "disk"): len(TOKENS)}

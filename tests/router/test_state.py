@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.messages import Tier
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
     Aborted,
@@ -23,6 +24,8 @@ from ownerserve.router.messages import (
     Failed,
     Failure,
     FirstByte,
+    Gone,
+    Misjudged,
     Refusal,
     Refuse,
     SessionEnd,
@@ -241,6 +244,28 @@ def test_a_turn_without_a_promise_is_sent_on_when_the_retries_are_used_up() -> N
     state.check()
 
 
+def test_a_turn_that_counted_on_what_is_not_there_is_decided_anew() -> None:
+    budget = Counted(purse_max=0.0)
+    state = fleet(2, budget)
+    for worker in W[:2]:
+        state.handle(WorkerUp(worker, 0, Incarnation(4)), 0.0)
+    owner = turn(state).worker
+    first = arrive(state, prompt_bytes=600)
+    assert first.decision.cached_tokens > 0
+    state.handle(Gone(state.fleet[owner].unit, Tier.DEVICE, session=S), 2.0)
+    second = state.handle(Misjudged(first.receipt), 2.0)
+    assert isinstance(second, Dispatch)
+    assert (second.worker, second.decision.cached_tokens, second.attempt) == (owner, 0, 2)
+    assert second.reason is second.decision.reason, "it was not tried before"
+    assert (budget.earned, state.account.received) == (2, 2)
+    assert not state.account.failures.total()
+    state.check()
+    for worker in W[:2]:
+        state.handle(WorkerDown(worker, Down.UNHEALTHY), 3.0)
+    assert state.handle(Misjudged(second.receipt), 4.0) == Refuse(Refusal.NO_WORKER)
+    state.check()
+
+
 def test_retries_are_a_share_of_requests() -> None:
     state = fleet(3, RetryBudget(share=0.2, purse_max=1.0))
     retried = 0
@@ -346,7 +371,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.note(self.state.handle(FirstByte(data.draw(st.sampled_from(self.open))), self.now))
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), how=st.sampled_from([Done, Broken, Aborted, Unpromised, *Failure]))
+    @rule(
+        data=st.data(),
+        how=st.sampled_from([Done, Broken, Aborted, Unpromised, Misjudged, *Failure]),
+    )
     def end(self, data: st.DataObject, how) -> None:  # type: ignore[no-untyped-def]
         receipt = data.draw(st.sampled_from(self.open))
         self.open.remove(receipt)

@@ -17,6 +17,7 @@ from tests.support.vllm import connectors, tiny
 from tests.support.vllm.installed import distribution
 from tests.support.vllm.rig import Rig
 from tests.support.vllm.serving import SERVE_S, gateway, serve
+from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
 
@@ -107,6 +108,9 @@ def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Pa
         assert on_health.unit.incarnation == read.status.unit.incarnation
         with gateway([server.url], tmp_path / "gateway") as (url, admin):
             what_came_of_prompts_is_heard(url, admin)
+            [decided] = httpx.get(f"{admin}/decisions?last=1", timeout=30).json()["decisions"]
+            assert counter(admin, 'ownerserve_places_total{outcome="admitted"}') >= 1
+        what_is_held_is_answered(server.url, decided["session"])
 
 
 def what_came_of_prompts_is_heard(url: str, admin: str) -> None:
@@ -115,13 +119,26 @@ def what_came_of_prompts_is_heard(url: str, admin: str) -> None:
     prompt, expected = tiny.prompt(700, seed=11), []
     for turn in range(3):
         expected.append(streamed(url, prompt))
-        prompt += tiny.prompt(64, seed=turn)
-    blocks = [(700 + 64 * turn) // B * B for turn in range(3)]
+        prompt += tiny.prompt(256, seed=turn)
+    blocks = [(700 + 256 * turn) // B * B for turn in range(3)]
     assert expected == [0, *blocks[:2]]
     assert counter(admin, "ownerserve_reseeds_total") == 0
     streamed(url, prompt, cache_salt="its state is another's")
     assert counter(admin, "ownerserve_reseeds_total") == 1
     assert counter(admin, "ownerserve_lost_tokens_total") >= blocks[2]
+
+
+def what_is_held_is_answered(url: str, session: str) -> None:
+    """Of a session whose turns have ended, and of one that nobody knows."""
+
+    def restorable(name: str) -> int:
+        wanted = {"tokens": 1000, "session_id": name}
+        answer = httpx.post(f"{url}/ownerserve/admit", json=wanted, timeout=30)
+        assert (answer.status_code, answer.json()["type"]) == (200, "admit")
+        return int(answer.json()["restorable_tokens"])
+
+    until(lambda: restorable(session) >= 1212 // B * B)
+    assert restorable("9" * 32) == 0
 
 
 def streamed(url: str, prompt: list[int], **more: str) -> int:

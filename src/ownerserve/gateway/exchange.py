@@ -32,7 +32,15 @@ from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.replies import Rejected, fault, pressed, refused
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
 from ownerserve.gateway.stamps import Stamp, receipt_lines
-from ownerserve.gateway.turns import Arrived, LookUp, LostDispatch, NotLetIn, Route, Why
+from ownerserve.gateway.turns import (
+    Arrived,
+    HoldsLess,
+    LookUp,
+    LostDispatch,
+    NotLetIn,
+    Route,
+    Why,
+)
 from ownerserve.gateway.workers.rpc import HeldPlace, Manner, is_direct_append, is_turn
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
@@ -167,7 +175,7 @@ class Exchange:
         if route.dispatch.reason is DispatchReason.RETRY_UNASKED:
             manner = Manner.UNASKED
         attempt = Attempt(self, asked, route, manner)
-        if attempt.is_judged and not is_direct_append(route.dispatch):
+        if attempt.asks and not is_direct_append(route.dispatch):
             self.phase = Connecting(attempt, None, self.run(self._reserve(attempt)))
         else:
             self.connect(attempt, None)
@@ -239,11 +247,13 @@ class Exchange:
         self.client.answer_rejected(told, self.request_id)
 
     async def _reserve(self, attempt: Attempt) -> None:
-        """Ask the worker for a place before the turn is sent; a refusal leads to another
-        decision."""
+        """Ask the worker for a place before the turn is sent; a refusal leads to another decision,
+        and so does a worker that holds less than was counted on."""
         came = await attempt.route.reserve(self.request_id)
         if isinstance(came, Reject):
             self.decide_again(attempt, came.reason)
+        elif isinstance(came, HoldsLess):
+            self.decide_again(attempt, came)
         else:
             self.connect(attempt, came)
 
@@ -297,13 +307,18 @@ class Attempt(msgspec.Struct, frozen=True, eq=False):
         return self.route.dispatch
 
     @property
-    def is_judged(self) -> bool:
-        """Whether the worker's admission has a word in this: it can be asked, and by us."""
+    def asks(self) -> bool:
+        """Whether the worker's admission can be asked of this, and is by us."""
         return (
             self.manner is Manner.ASKING
-            and self.route.gives_places
+            and self.route.can_ask
             and is_turn(self.exchange.request.head)
         )
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the worker's admission has a word in this, also as it arrives."""
+        return self.asks and self.route.gives_places
 
     def without_body(self) -> Attempt:
         """Return the attempt as it goes on once its body is let go."""

@@ -51,9 +51,9 @@ from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import ExecutionMode, Tier
 from ownerserve.kv.wire.headers import TurnLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import Reject
+from ownerserve.kv.wire.rpc import Admit, Reject
 from ownerserve.router.admission import AdmissionQueue, Go, SessionAdmission, Ticket, forked_from
-from ownerserve.router.decision import DispatchReason
+from ownerserve.router.decision import DispatchReason, TurnClass
 from ownerserve.router.messages import (
     Aborted,
     AskRelease,
@@ -65,6 +65,7 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Gone,
+    Misjudged,
     Refuse,
     ReleaseEnded,
     Reported,
@@ -78,9 +79,19 @@ from ownerserve.router.requests.identity import SessionIdentity
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession
 from ownerserve.router.state import RouterState
 
-Why: TypeAlias = Failure | WorkerRefusal
-"""Why nothing of an answer came: what went wrong, or what the worker's admission said."""
 
+class HoldsLess(msgspec.Struct, frozen=True, gc=False):
+    """The worker holds less of the turn's session than the decision counted on, by its own word,
+    which is known now."""
+
+
+Why: TypeAlias = Failure | WorkerRefusal | HoldsLess
+"""Why nothing of an answer came: what went wrong, what the worker's admission said, or that the
+turn was not sent after its word."""
+
+
+DECIDED_MAX = 3
+"""From this attempt on a turn goes where it was decided, whatever is held there."""
 
 LookUp: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 """Asks the directory about one session; ends with its answer, or after a moment."""
@@ -124,16 +135,26 @@ class Route:
         return self._turns.pools[self.dispatch.worker]
 
     @property
-    def gives_places(self) -> bool:
-        """Return whether the worker's admission can be asked for a place."""
+    def can_ask(self) -> bool:
+        """Return whether the worker's admission can be asked of a turn."""
         return self._turns.places.can_ask(self.dispatch.worker)
 
-    async def reserve(self, request_id: bytes) -> HeldPlace | Reject | None:
-        """Ask the worker for a place for the turn: the place, or why not; None when nothing was
-        heard in time."""
+    @property
+    def gives_places(self) -> bool:
+        """Return whether the worker's admission can be asked, and holds places as far as is
+        known."""
+        return self._turns.places.are_held(self.dispatch.worker)
+
+    async def reserve(self, request_id: bytes) -> HeldPlace | Reject | HoldsLess | None:
+        """Ask the worker for a place for the turn: the place, or why not; None when it is sent
+        without one: nothing was heard in time, or the worker holds none and lets it come."""
         turns, dispatch = self._turns, self.dispatch
         seed = seed_of(dispatch, turns.state.sessions)
-        came = await turns.places.reserve(dispatch.worker, request_id.decode(), seed)
+        came = await turns.places.reserve(
+            dispatch.worker, request_id.decode(), seed=seed, session=dispatch.session
+        )
+        if isinstance(came, Admit):
+            return turns.told_held(dispatch, came)
         if came is None:
             turns.observer.pressed("unasked", "no_word")
         return came
@@ -234,9 +255,38 @@ class Turns:
             self.observer.pressed("unasked", "all_refused")
         return Route(self, outcome)
 
-    def _end_of(self, lost: LostDispatch) -> Failed | Unpromised:
+    def told_held(self, dispatch: Dispatch, admit: Admit) -> HoldsLess | None:
+        """Tell the state what the worker says that it holds of a turn's session; return HoldsLess
+        where the decision counted on more."""
+        session, decision = dispatch.session, dispatch.decision
+        unit = decision.worker.unit
+        if session is None or unit is None:
+            return None
+        has = {Tier.DEVICE: admit.resident_tokens, Tier.DISK: admit.restorable_tokens}
+        for tier, tokens in has.items():
+            if tokens:
+                self.told(Reported(unit, tier, None, tokens, session=session))
+            elif tokens is not None:
+                self.told(Gone(unit, tier, session=session))
+        source = decision.source
+        counted_on = [has[Tier.DEVICE]] if source is None else list(has.values())
+        if (
+            None in counted_on
+            or decision.prefill is not None
+            or dispatch.turn is TurnClass.FORKED_ROLLOUT  # it counts on its parent's state
+            or (source is not None and source.worker is not decision.worker)
+            or decision.cached_tokens <= max(tokens or 0 for tokens in counted_on)
+            or dispatch.attempt >= DECIDED_MAX
+        ):
+            return None
+        return HoldsLess()
+
+    def _end_of(self, lost: LostDispatch) -> Failed | Unpromised | Misjudged:
         """Count a dispatch that was lost, and return what the state is told of it."""
         receipt, why = lost.dispatch.receipt, lost.why
+        if isinstance(why, HoldsLess):
+            self.observer.pressed("corrected", "holds_less")
+            return Misjudged(receipt)
         if isinstance(why, Failure):
             self.observer.pressed("failed", why.value)
             return Failed(receipt, why)

@@ -4,6 +4,7 @@ A request in events and outcomes:
 
     Arrive ─> Dispatch ─> FirstByte ─> Done                       served
        │         ├─> Failed ─> Dispatch (another attempt) | Refuse  nothing reached the client yet
+       │         ├─> Misjudged ─> Dispatch | Refuse               it was not sent
        │         └─> Broken | Aborted                             worker died | client hung up
        └─> Refuse                                                 rejected
 """
@@ -222,6 +223,14 @@ class Unpromised(msgspec.Struct, frozen=True, gc=False):
     receipt: Receipt
 
 
+class Misjudged(msgspec.Struct, frozen=True, gc=False):
+    """This event says that the turn was not sent: the decision counted on what its worker, by its
+    own word, does not hold. What it holds was told before (Reported, Gone); it is decided anew
+    among all."""
+
+    receipt: Receipt
+
+
 class Broken(msgspec.Struct, frozen=True, gc=False):
     """This event says that the worker failed after the first byte: the client got a part, nothing
     can be retried."""
@@ -246,14 +255,14 @@ Settling = (
     WorkerUp | WorkerDown | Drain | Stamped | Reported | Gone | Claimed
     | FirstByte | Broken | Aborted | SessionEnd | ReleaseEnded
 )  # fmt: skip
-Event = Arrive | Failed | Unpromised | Done | Settling
+Event = Arrive | Failed | Unpromised | Misjudged | Done | Settling
 
 # Outcomes
 
 
 class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """This outcome sends the turn to `worker`; the receipt is given back by Done, Failed,
-    Unpromised, Broken or Aborted.
+    Unpromised, Misjudged, Broken or Aborted.
 
     `decision` has the action, the prefill worker, the source, the wanted migration and the priced
     alternatives; `reason` is its reason, or why this is another attempt. `session` is the router's

@@ -13,6 +13,7 @@ randomness.
 | ReleaseEnded | who handed the session over is not known as its owner any more | Noted |
 | Failed | the load comes off; another attempt, within a budget | Dispatch, Refuse |
 | Unpromised | as Failed; when nobody is left to ask, once more among all | Dispatch, Refuse |
+| Misjudged | the load comes off; decided anew, by what was told since | Dispatch, Refuse |
 | SessionEnd | the session is forgotten | Noted |
 | Drain | every later Arrive is refused | Noted |
 
@@ -23,10 +24,10 @@ does too, until workers say themselves what they own: its lines name the worker 
 stamp) and that it serves the turn (status, mode). Of two answers that of the later dispatch counts.
 
 Owns the live dispatches and their receipts. A dispatch is live from Dispatch until its receipt is
-given back by Done, Failed, Unpromised, Broken or Aborted; giving back twice raises. A worker that
-goes down keeps the load of its live dispatches until each is reported: their fate is not yet known.
-Retries are a share of all requests (RetryBudget), so that a dying fleet is not stormed by its own
-router.
+given back by Done, Failed, Unpromised, Misjudged, Broken or Aborted; giving back twice raises. A
+worker that goes down keeps the load of its live dispatches until each is reported: their fate is
+not yet known. Retries are a share of all requests (RetryBudget), so that a dying fleet is not
+stormed by its own router.
 
 `check()` verifies invariants 3 and 5 of docs/invariants.md and that sums agree.
 """
@@ -62,6 +63,7 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Gone,
+    Misjudged,
     Noted,
     Outcome,
     Refusal,
@@ -226,13 +228,16 @@ class RouterState:
             ReleaseEnded: self._release_ended,
             Failed: self._failed,
             Unpromised: self._unpromised,
+            Misjudged: self._misjudged,
             Broken: self._broken,
             Aborted: self._aborted,
             SessionEnd: self._session_end,
         }
 
     @overload
-    def handle(self, event: Arrive | Failed | Unpromised, now: float) -> Dispatch | Refuse: ...
+    def handle(
+        self, event: Arrive | Failed | Unpromised | Misjudged, now: float
+    ) -> Dispatch | Refuse: ...
     @overload
     def handle(self, event: Done, now: float) -> AskRelease | Noted: ...
     @overload
@@ -438,12 +443,20 @@ class RouterState:
         live.is_unasked, live.tried = True, ()
         return self._again(live, candidates, DispatchReason.RETRY_UNASKED, now_s=now)
 
-    def _take_back(self, receipt: Receipt, failure: Failure) -> _Live:
+    def _misjudged(self, event: Misjudged, now: float) -> Dispatch | Refuse:
+        live = self._take_back(event.receipt)
+        candidates = self.fleet.candidates(live.arrive.model).without(live.tried)
+        if not candidates:
+            return self._refuse(Refusal.NO_WORKER)
+        return self._again(live, candidates, None, now_s=now)
+
+    def _take_back(self, receipt: Receipt, failure: Failure | None = None) -> _Live:
         """Take back a dispatch that nobody began to answer, as if it had not been sent, and count
-        the failure."""
+        the failure; None: there was none."""
         live = self._release(receipt)
         self._came_to_nothing(live, receipt)
-        self.account.failures[failure] += 1
+        if failure is not None:
+            self.account.failures[failure] += 1
         if live.name is not None:
             live.session = self.sessions.get(live.name)  # it may have ended meanwhile
         return live
@@ -459,11 +472,12 @@ class RouterState:
         return self._again(live, candidates, DispatchReason.RETRY_OTHER_WORKER, now_s=now)
 
     def _again(
-        self, live: _Live, candidates: Candidates, reason: DispatchReason, *, now_s: float
+        self, live: _Live, candidates: Candidates, reason: DispatchReason | None, *, now_s: float
     ) -> Dispatch:
+        """Decide anew among the candidates, and dispatch; `reason` None: the decision's own."""
         request = self._ask_again(live, candidates, now_s)
         live.decision = self._policy.decide(request, candidates)
-        live.attempt, live.reason = live.attempt + 1, reason
+        live.attempt, live.reason = live.attempt + 1, reason or live.decision.reason
         return self._dispatch(live, request)
 
     def _ask_again(self, live: _Live, candidates: Candidates, now: float) -> RoutingRequest:

@@ -324,15 +324,19 @@ def test_the_node_answers_admission_on_the_engine_thread(tmp_path: Path) -> None
         asked: list[Any] = [
             Status(),
             Probe(Seed(tokens)),
+            Probe(Seed(tokens), SessionId("s")),
+            Probe(Seed(tokens), SessionId("another")),
             Reserve(TurnId("two"), Seed(tokens)),
             ReleaseSession(SessionId("s")),
             ReleaseSession(SessionId("s")),
         ]
         return [await asyncio.wrap_future(rig.engine.call(item)) for item in asked]
 
-    status, quote, place, released, gone = rig.play(scenario)
+    status, quote, of_it, of_another, place, released, gone = rig.play(scenario)
     assert isinstance(status, StatusIs) and status.status.kv_bytes_free > 0
     assert quote == Admit(0)
+    assert isinstance(of_it, Admit) and (of_it.resident_tokens or 0) > len(PROMPT) // 2
+    assert of_another == Admit(0, resident_tokens=0, restorable_tokens=0)
     assert isinstance(place, Reserved)
     assert released == Released()
     assert gone == Reject(WorkerRefusal.UNKNOWN_SESSION)

@@ -4,7 +4,8 @@
 
     GET  /ownerserve/status     who it is, its load, what it can do (kv.wire.status)
     GET  /ownerserve/inventory?after=N  what its store holds, said after word N (kv.wire.inventory)
-    POST /ownerserve/admit      {"tokens": 1200} -> admitted, or 429 and why
+    POST /ownerserve/admit      {"tokens": 1200, "session_id": "s"} -> admitted, and what is here of
+                                the session; or 429 and why
     POST /ownerserve/release    {"session_id": "s"}: the session has gone elsewhere
 
     ?rank=1 asks the engine core of a data-parallel rank; the first one answers otherwise
@@ -205,6 +206,7 @@ class AdmitBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An `AdmitBody` is the body of POST /ownerserve/admit."""
 
     tokens: Annotated[int, msgspec.Meta(ge=0, le=COUNT_MAX)]
+    session_id: SessionId | None = None
 
 
 class ReleaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -271,12 +273,13 @@ class OwnerServeEndpoints:
         return (*names, *getattr(models, "lora_requests", ()))
 
     async def admit(self, request: Request) -> Response:
-        """Answer whether a prompt of so many tokens would be let in now."""
+        """Answer whether a prompt of so many tokens would be let in now, and what is here of its
+        session."""
         try:
             body = msgspec.json.decode(await request.body(), type=AdmitBody)
         except UNREADABLE as error:
             return _json(400, {"error": f'{error}; send {{"tokens": 1200}}'})
-        return await self._asked(Probe(Seed(body.tokens)), request)
+        return await self._asked(Probe(Seed(body.tokens), body.session_id), request)
 
     async def release(self, request: Request) -> Response:
         """Let a session go that has moved elsewhere."""

@@ -10,7 +10,8 @@ it, and its own, known to the directory and to its peers.
 **Places.** A direct append goes where its state is, at once: the worker judges it as it arrives,
 before any work. Every other turn asks for its place first. One that all refused for want of room is
 sent without a promise and waits in the best worker's queue. Each wait has a deadline: who hears
-nothing sends the turn unasked.
+nothing sends the turn unasked. A worker that holds no places (vLLM) is asked what it would say, and
+what it has of the turn's session: where that is less than was counted on, the turn is decided anew.
 
     turn ── ask ── Reserved ── sent with its number, Commit behind it
                 |─ Reject(reason) ── the next candidate
@@ -41,16 +42,18 @@ import zmq
 from ownerserve.gateway.http.heads import RequestHead
 from ownerserve.kv.addresses import is_loopback, parse_endpoint
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
+from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.framed import AsyncFramedClient
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
+    Admit,
     Cancel,
     Cancelled,
     Commit,
+    Probe,
     Reject,
     Release,
     Released,
@@ -325,26 +328,38 @@ class Places:
         self._lines = lines
 
     def can_ask(self, worker: WorkerId) -> bool:
-        """Return whether the worker told where its admission answers, and holds places."""
+        """Return whether the worker told where its admission answers."""
+        return self._lines.of(worker) is not None
+
+    def are_held(self, worker: WorkerId) -> bool:
+        """Return whether the worker can be asked, and has not said that it holds no places."""
         line = self._lines.of(worker)
         return line is not None and line.holds_places
 
-    async def reserve(self, worker: WorkerId, turn: str, seed: Seed) -> HeldPlace | Reject | None:
-        """Ask for a place for the turn: the place, or why not; None when nothing was heard in
-        time."""
+    async def reserve(
+        self, worker: WorkerId, turn: str, *, seed: Seed, session: SessionId | None
+    ) -> HeldPlace | Admit | Reject | None:
+        """Ask for a place for the turn of `session`: the place, what is said where none are held,
+        or why not; None when nothing was heard in time."""
         line = self._lines.of(worker)
         answer = None
-        if line is not None:
+        if line is not None and line.holds_places:
             answer = await line.ask(Reserve(TurnId(turn), seed), self._ask_s)
+            if answer == Reject(WorkerRefusal.UNKNOWN_RESERVATION):
+                self.counts[WorkerRefusal.UNKNOWN_RESERVATION.value] += 1
+                line.holds_places = False
+        if line is not None and not line.holds_places:
+            answer = await line.ask(Probe(seed, session), self._ask_s)
         match answer:
             case Reserved():
                 self.counts["reserved"] += 1
                 assert line is not None
                 return HeldPlace(line, answer.reservation)
+            case Admit():
+                self.counts["admitted"] += 1
+                return answer
             case Reject(reason):
                 self.counts[reason.value] += 1
-                if line is not None and reason is WorkerRefusal.UNKNOWN_RESERVATION:
-                    line.holds_places = False
                 return None if reason in _NO_WORD else answer
             case _:
                 self.counts["no_answer"] += 1

@@ -1,7 +1,8 @@
 """This module has what is said on a node's RPC port, and how it is encoded. Version 1.
 
 A place is asked for by what the turn may take: an append that goes to its state comes unasked, and
-is judged as it arrives. node/admission.py says what the answers promise.
+is judged as it arrives. node/admission.py says what the answers promise. Of a worker that holds no
+places (vLLM) it is asked what it would say, and what it has of the turn's session.
 
 A request is one msgpack frame `[version, request, nonce]`, an answer `[version, answer]`; requests
 and answers are tagged structs, whose unknown fields are ignored and whose new fields have defaults,
@@ -46,10 +47,16 @@ class Seed(msgspec.Struct, frozen=True, tag="seed"):
     output_tokens: int = 0
 
 
-class Admit(msgspec.Struct, frozen=True, tag="admit"):
-    """Admit answers `Probe`: the turn may come, behind so many tokens of prefill."""
+class Admit(msgspec.Struct, frozen=True, tag="admit", omit_defaults=True):
+    """Admit answers `Probe`: the turn may come, behind so many tokens of prefill.
+
+    Of the session that was named, `resident_tokens` from its beginning are on the device, and
+    `restorable_tokens` can be brought from a tier below; None: nobody can say.
+    """
 
     ahead_prefill_tokens: int
+    resident_tokens: int | None = None
+    restorable_tokens: int | None = None
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject"):
@@ -78,10 +85,12 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     """Status asks for the worker's load and profile; `StatusIs` answers it."""
 
 
-class Probe(msgspec.Struct, frozen=True, tag="probe"):
-    """Probe asks whether this turn would be let in; nothing is held for it."""
+class Probe(msgspec.Struct, frozen=True, tag="probe", omit_defaults=True):
+    """Probe asks whether this turn would be let in, and what is here of its session; nothing is
+    held for it."""
 
     wanted: Seed
+    session_id: SessionId | None = None
 
 
 class Reserve(msgspec.Struct, frozen=True, tag="reserve"):

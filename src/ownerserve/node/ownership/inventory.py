@@ -300,6 +300,15 @@ class Residency:
                 self.forget(tip.session_id)
         return ()
 
+    def restorable(self, session_id: SessionId) -> int | None:
+        """Return how many of the session's first tokens can be brought from below the device, by
+        what was told; None: nothing was, and it is looked for."""
+        tokens = max(self._inventory.tokens(session_id, tier) for tier in BELOW)
+        if tokens or session_id not in self._tips:
+            return tokens
+        looked_for = {tip.session_id for tip, _ in self._looking.values()} | self._due.keys()
+        return None if session_id in looked_for else 0
+
     def tick(self, now: float) -> list[Effect]:
         """Return the looks that are due, LOOKS_IN_FLIGHT at most, and repeat those without an
         answer."""

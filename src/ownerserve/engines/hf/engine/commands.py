@@ -420,10 +420,10 @@ class AsyncEngine:
     def call(self, request: RpcRequest) -> Future[RpcAnswer]:
         """Answer a request of the node's RPC port; any thread may call. Raises EngineDead.
 
-        A probe is answered at once, by what the last step left.
+        A probe that names no session is answered at once, by what the last step left.
         """
         answer: Future[RpcAnswer] = Future()
-        if isinstance(request, Probe):
+        if isinstance(request, Probe) and request.session_id is None:
             answer.set_result(probe_seed(request.wanted, self.standing))
             return answer
         self._steps.inbox.put(Call(request, answer))

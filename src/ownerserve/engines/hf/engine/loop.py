@@ -71,12 +71,14 @@ from ownerserve.engines.hf.scheduling.step import (
     StepPlan,
 )
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import execution_mode, lost_tokens
+from ownerserve.kv.messages import Tier, execution_mode, lost_tokens
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
+    Admit,
     ListHeld,
     PageIs,
+    Probe,
     Reject,
     ReleaseSession,
     Reserve,
@@ -332,6 +334,12 @@ class StepLoop:
         answer = self._turn_admission.answer(request)
         if isinstance(request, Reserve):
             self._metrics.reserved(answer)
+        if isinstance(request, Probe) and isinstance(answer, Admit) and request.session_id:
+            return msgspec.structs.replace(
+                answer,
+                resident_tokens=self.inventory.tokens(request.session_id, Tier.DEVICE),
+                restorable_tokens=self._restoring.restorable(request.session_id),
+            )
         return answer
 
     def _release(self, asked: ReleaseSession) -> RpcAnswer:

@@ -146,6 +146,11 @@ class Restoring(Protocol):
         """`inventory` is what is told to be held here."""
         ...
 
+    def restorable(self, session_id: SessionId) -> int | None:
+        """Return how many of the session's first tokens can be brought from below the device; None:
+        it is looked for."""
+        ...
+
     def arrived(self, turn_id: TurnId, request: EngineRequest, prompt: PromptPrefix) -> None:
         """Take in that a turn of the request is queued."""
         ...
@@ -201,6 +206,10 @@ class WithoutNode:
     def tiers(self) -> Mapping[Tier, int | None]:
         """`tiers` is empty: state is kept on the device only."""
         return {}
+
+    def restorable(self, session_id: SessionId) -> int | None:
+        """Return 0: nothing is kept below the device."""
+        return 0
 
     def arrived(self, turn_id: TurnId, request: EngineRequest, prompt: PromptPrefix) -> None:
         """Remember the turn's session, of whose state the inventory tells."""
@@ -277,6 +286,10 @@ class WithNode:
     def inventory(self) -> Inventory:
         """`inventory` is what the node tells that it holds."""
         return self._node.state.inventory
+
+    def restorable(self, session_id: SessionId) -> int | None:
+        """Return how many of the session's first tokens the node can bring; None: it looks."""
+        return self._node.state.residency.restorable(session_id)
 
     def arrived(self, turn_id: TurnId, request: EngineRequest, prompt: PromptPrefix) -> None:
         """Hold the queued turn, which keeps its place, until the node says that it may run."""

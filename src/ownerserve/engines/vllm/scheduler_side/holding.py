@@ -25,7 +25,7 @@ import msgspec
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit, Tier
-from ownerserve.kv.wire.rpc import PageIs, RpcAnswer
+from ownerserve.kv.wire.rpc import Admit, PageIs, RpcAnswer
 from ownerserve.node.ownership.inventory import Inventory, Residency
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import Forget, Locate, Located, RecordsLost, Remember
@@ -101,6 +101,13 @@ class Holding:
         self._tell(lambda: self._say(after, unit, answer))
         return answer
 
+    def admitted(self, admit: Admit, session_id: SessionId) -> Future[RpcAnswer]:
+        """Ask to have it told with `admit` what is here of the session; the thread answers the
+        future."""
+        answer: Future[RpcAnswer] = Future()
+        self._tell(lambda: self._say_held(admit, session_id, answer))
+        return answer
+
     # -- the thread ----------------------------------------------------------------------------
 
     def _tell(self, chore: Chore) -> None:
@@ -174,6 +181,11 @@ class Holding:
         if answer.set_running_or_notify_cancel():
             page = self.inventory.page(after, incarnation=unit.incarnation)
             answer.set_result(PageIs(msgspec.structs.replace(page, rank=unit.dp_rank)))
+
+    def _say_held(self, admit: Admit, session_id: SessionId, answer: Future[RpcAnswer]) -> None:
+        if answer.set_running_or_notify_cancel():
+            restorable = self._residency.restorable(session_id)
+            answer.set_result(msgspec.structs.replace(admit, restorable_tokens=restorable))
 
 
 class Shards:

@@ -185,11 +185,15 @@ class NodeRpcHandler:
     # -- asked from outside --------------------------------------------------------------------
 
     def answer(self, request: RpcRequest) -> Future[RpcAnswer]:
-        """Answer a request at once, but for what the store holds: there is nobody to wait for."""
+        """Answer a request at once, but for what is held: there is nobody else to wait for."""
         if isinstance(request, ListHeld):
             return self._holding.page(request.after, self._unit)
+        answer = self._answer(request)
+        session_id = request.session_id if isinstance(request, Probe) else None
+        if isinstance(answer, Admit) and session_id is not None:
+            return self._holding.admitted(answer, session_id)
         future: Future[RpcAnswer] = Future()
-        future.set_result(self._answer(request))
+        future.set_result(answer)
         return future
 
     def _answer(self, request: RpcRequest) -> RpcAnswer:
