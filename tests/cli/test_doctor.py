@@ -121,6 +121,18 @@ def test_a_good_installation_passes(model: Path, fake_python: Path, tmp_path: Pa
     assert "--mamba-cache-mode" not in report["serve"]["arguments"]
 
 
+def test_a_model_whose_state_is_not_kept_is_said_to_be_bypassed(
+    model: Path, fake_python: Path, tmp_path: Path
+) -> None:
+    """By the code that the connector asks: vLLM serves it, so nothing fails."""
+    common = ["--model", str(model), "--store", str(tmp_path), "--python", str(fake_python)]
+    assert levels(doctor("vllm", *common)[1])["its state"] == "ok"
+    config = {"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}
+    (model / "config.json").write_text(json.dumps(config))
+    code, report = doctor("vllm", *common)
+    assert (code, report["level"], levels(report)["its state"]) == (0, "bypassed", "bypassed")
+
+
 def test_each_misconfiguration_is_found(model: Path, fake_python: Path, tmp_path: Path) -> None:
     common = ["--model", str(model), "--store", str(tmp_path), "--python", str(fake_python)]
     transfer = {

@@ -13,10 +13,12 @@ from rich.table import Table
 
 
 class Level(StrEnum):
-    """A level grades a check. `warn`: works, not as well as it could. `fail`: does not work."""
+    """A level grades a check. `warn`: works, not as well as it could. `bypassed`: the engine works,
+    and nothing is kept. `fail`: does not work."""
 
     OK = "ok"
     WARN = "warn"
+    BYPASSED = "bypassed"
     FAIL = "fail"
 
 
@@ -30,7 +32,7 @@ class CheckResult(msgspec.Struct, frozen=True):
     mend: str = ""
 
 
-COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.BYPASSED: "yellow", Level.FAIL: "red"}
 
 
 def worst(findings: Sequence[CheckResult]) -> Level:

@@ -58,12 +58,12 @@ def engine(method: str | None, *, scales: str = "given") -> SimpleNamespace:
         (None, True, None),
         ("ngram", False, None),
         ("ngram", True, "speculative_decoding"),
-        ("eagle3", False, "speculative_decoding"),
-        ("draft_model", False, "speculative_decoding"),
-        ("a method of tomorrow", False, "speculative_decoding"),
+        ("eagle3", False, None),
+        ("draft_model", False, None),
+        ("mtp", True, "speculative_decoding"),
     ],
 )
-def test_an_engine_that_drafts_with_state_of_its_own_keeps_none(
+def test_an_engine_that_drafts_over_recurrent_state_keeps_none(
     method: str | None, recurrent: bool, reason: str | None
 ) -> None:
     assert why_not(engine(method), is_recurrent=recurrent) == reason

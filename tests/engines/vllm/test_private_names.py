@@ -40,6 +40,7 @@ NAMES = {
         "vllm.model_executor.layers.mamba.mamba_utils"
         " MambaStateShapeCalculator.gated_delta_net_state_shape"
     ),
+    "the depth of a target": "vllm.config ModelConfig.get_total_num_hidden_layers",
     "platform": "vllm.platforms current_platform",
     "CPU kernels": "vllm._custom_ops cpu_attn_reshape_and_cache",
     "which CPU kernels": "vllm.v1.attention.backends.cpu_attn _get_attn_isa",

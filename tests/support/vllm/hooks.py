@@ -374,3 +374,19 @@ def _double_epsilon(config: Any) -> Any:
 def clock_s(worker: Any) -> float:
     """The worker's own clock."""
     return time.monotonic()
+
+
+def terminate(worker: Any, *, timeout_s: int) -> None:
+    """End as an engine core does after SIGTERM, by vLLM's own rule of when it may go; then the
+    process exits."""
+    from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
+
+    core = worker.core
+    core.vllm_config.shutdown_timeout = timeout_s
+    core.shutdown_state, core.engines_running = EngineShutdownState.REQUESTED, False
+    core.has_work = types.MethodType(EngineCoreProc.has_work, core)
+    core._send_abort_outputs = lambda _: None  # noqa: SLF001 - no client waits for them
+    until_s = time.monotonic() + timeout_s
+    while EngineCoreProc._handle_shutdown(core) and time.monotonic() < until_s:  # noqa: SLF001
+        core.step_fn()
+    worker.do_shutdown()

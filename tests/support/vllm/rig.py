@@ -35,21 +35,25 @@ class Rig:
 
     def worker(self, family: str, connector: dict[str, Any], **engine_args: Any) -> VllmWorker:
         """A fresh engine of a family; `engine_args` beside what the family and connector need:
-        among them `env`, variables, and `model`, another checkpoint."""
+        among them `env`, variables, `imports`, modules, and `model`, another checkpoint."""
         if vllm_version() < tiny.RUNS_FROM.get(family, ()):
             pytest.skip(f"this vLLM has no CPU kernels for {family}")
         worker = self._fork(family, {**connector, **engine_args})
         self._workers.append(worker)
         return worker
 
-    def cold(self, family: str, tokens: Sequence[int], *, max_tokens: int = 16) -> Answer:
+    def cold(
+        self, family: str, tokens: Sequence[int], *, max_tokens: int = 16, **options: Any
+    ) -> Answer:
         """What an engine that has no cache of any kind answers; asked once for each prompt."""
-        key = (family, tuple(tokens), max_tokens)
+        key = (family, tuple(tokens), max_tokens, repr(options))
         if key not in self._answers:
             if family not in self._cold:
                 self._end_cold()
                 self._cold[family] = self._fork(family, {"enable_prefix_caching": False})
-            self._answers[key] = self._cold[family].generate(tokens, max_tokens=max_tokens)
+            self._answers[key] = self._cold[family].generate(
+                tokens, max_tokens=max_tokens, **options
+            )
         return self._answers[key]
 
     def end_test(self) -> None:
@@ -71,6 +75,7 @@ class Rig:
         arguments = dict(arguments)
         boot = Boot(
             env=arguments.pop("env", {}),
+            imports=[*tiny.IMPORTS.get(family, ()), *arguments.pop("imports", [])],
             model=str(arguments.pop("model", None) or self.checkpoint(family)),
             log=str(self.folder / f"worker-{self._forked:03d}-{family}.log"),
             engine_args={**needs, **arguments},

@@ -15,6 +15,7 @@ from typing import Any
 
 from ownerserve.engines.hf.model.tiny import random_model
 from ownerserve.engines.hf.model.tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, byte_tokenizer
+from tests.support.vllm.seeing import SEEING, write_seeing
 
 WINDOW_TOKENS = 64
 
@@ -32,7 +33,8 @@ _GQA: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2, "head_dim": 32}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-def _qwen3(**changes: Any) -> Any:
+def qwen3(**changes: Any) -> Any:
+    """Dense attention, for vLLM's CPU kernels."""
     from transformers import Qwen3Config
 
     return Qwen3Config(**{**_GQA, "num_hidden_layers": 4, "intermediate_size": 128, **changes})
@@ -40,7 +42,7 @@ def _qwen3(**changes: Any) -> Any:
 
 def _qwen3_wide() -> Any:
     """64 KiB of KV a token at little compute: restores of 256 MB from 4,096 tokens."""
-    return _qwen3(num_hidden_layers=8, num_key_value_heads=8, num_attention_heads=8, head_dim=128)
+    return qwen3(num_hidden_layers=8, num_key_value_heads=8, num_attention_heads=8, head_dim=128)
 
 
 def _gemma3() -> Any:
@@ -169,8 +171,26 @@ def _deepseek3() -> Any:
     )
 
 
+def _ernie() -> Any:
+    """Dense: its one layer with experts would be beyond the last. vLLM has a multi-token predictor
+    for this family that is of full attention."""
+    from transformers import Ernie4_5_MoeConfig
+
+    return Ernie4_5_MoeConfig(
+        **_GQA,
+        num_hidden_layers=4,
+        intermediate_size=128,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=64,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=4,
+        moe_layer_end_index=4,
+    )
+
+
 FAMILIES: Mapping[str, Callable[[], Any]] = {
-    "qwen3": _qwen3,
+    "qwen3": qwen3,
     "qwen3-wide": _qwen3_wide,
     "gemma3": _gemma3,
     "mistral": _mistral,
@@ -179,6 +199,7 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "gptoss": _gptoss,
     "qwen3next": _qwen3next,
     "deepseek3": _deepseek3,
+    "ernie": _ernie,
 }
 
 ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
@@ -197,6 +218,10 @@ ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
 """What a family needs of vLLM beside the harness's defaults."""
 
 
+IMPORTS: Mapping[str, tuple[str, ...]] = {SEEING: ("tests.support.vllm.without_torchvision",)}
+"""Modules that a family's worker imports before its engine is built."""
+
+
 RUNS_FROM: Mapping[str, tuple[int, ...]] = {"gptoss": (0, 31)}
 """The first vLLM whose CPU build runs a family at all: 0.30's attention sinks take bfloat16 only
 (`expected scalar type BFloat16 but found Float`)."""
@@ -204,6 +229,8 @@ RUNS_FROM: Mapping[str, tuple[int, ...]] = {"gptoss": (0, 31)}
 
 def write_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
     """config.json, safetensors and tokenizer of a tiny model, float32; returns the folder."""
+    if family == SEEING:
+        return write_seeing(folder, seed=seed)
     model = random_model(FAMILIES[family](), seed=seed)
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -31,7 +31,8 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for the engine, at temperature 0. `lora`: folder of an adapter."""
+    """A request for the engine, at temperature 0. `lora`: folder of an adapter; `pictures`: seeds
+    of what stands at a prompt's images; `schema`: what an answer has to obey."""
 
     id: str
     tokens: list[int]
@@ -41,6 +42,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     salt: str = ""
     lora: str = ""
+    pictures: list[int] = []
+    schema: dict[str, Any] | None = None
     kv: dict[str, Any] = {}
 
 

@@ -24,6 +24,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from tests.support.vllm.seeing import picture
 from tests.support.vllm.wire import Answer, Ask, Boot, Reply, receive, send
 
 DEFAULTS: dict[str, Any] = {
@@ -172,8 +173,12 @@ class Worker:
             logprobs=request.top,
             ignore_eos=True,
             extra_args=extra,
+            structured_outputs=_obeying(request.schema),
         )
         prompt: dict[str, Any] = {"prompt_token_ids": request.tokens}
+        if request.pictures:
+            shown = [picture(seed) for seed in request.pictures]
+            prompt["multi_modal_data"] = {"image": shown}
         if request.salt:
             prompt["cache_salt"] = request.salt
         options: dict[str, Any] = {"priority": request.priority}
@@ -249,6 +254,12 @@ class Worker:
         """As an engine's own end: the connector's shutdown runs, then the process exits."""
         self._stopping = True
         self.engine.engine_core.shutdown()
+
+
+def _obeying(schema: dict[str, Any] | None) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return None if schema is None else StructuredOutputsParams(json=schema)
 
 
 def _hook(name: str) -> Any:

@@ -90,6 +90,7 @@ def vllm(
         CheckResult("engine's python", Level.OK, f"{asked.python} at {python}"),
         *engine.installed(python, asked),
         is_model,
+        *([engine.kept(config)] if config is not None else []),
         *_machine(store),
         *engine.environment(asked),
         engine.block_hash(hash_algo, asked),

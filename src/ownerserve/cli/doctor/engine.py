@@ -23,6 +23,7 @@ from ownerserve.engines.vllm.flags import (
     is_supported,
     problems_of,
 )
+from ownerserve.engines.vllm.served import check_config
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.report.doctor_table import CheckResult, Level
 
@@ -177,6 +178,21 @@ def transfer(text: str) -> Iterator[CheckResult]:
         yield CheckResult(problem.field, Level.FAIL, problem.problem, problem.mend)
     if not problems:
         yield CheckResult("kv-transfer-config", Level.OK, "as the connector wants it")
+
+
+NOT_KNOWN = "its KV groups, --speculative-config, parallelism (vLLM's log says, bypassed_* counts)"
+"""What no file of a checkpoint says of how its state is kept."""
+
+
+def kept(config: Mapping[str, Any]) -> CheckResult:
+    """Check whether a model's state is kept and restored at all, as far as its config.json says."""
+    try:
+        check_config(config)
+    except InvalidInput as error:
+        found = f"vLLM serves it as if there were no connector: {error.problem}"
+        return CheckResult("its state", Level.BYPASSED, found, error.mend)
+    found = f"kept, by config.json; not known before a start: {NOT_KNOWN}"
+    return CheckResult("its state", Level.OK, found)
 
 
 def model(directory: Path) -> tuple[CheckResult, dict[str, Any] | None]:

@@ -30,6 +30,7 @@ from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, gateway_
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerParts, SchedulerSide
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
 from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
+from ownerserve.engines.vllm.served import NotServed, check_config, check_parallel
 from ownerserve.engines.vllm.settings import ConnectorSettings, decode
 from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.turns.prompts import Prompts
@@ -88,9 +89,8 @@ class ConnectorParts:
                 f"{transfer.kv_load_failure_policy!r} fails a request whose state can't be read",
                 'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
             )
-        for field in ("pipeline_parallel_size", "decode_context_parallel_size"):
-            if getattr(parallel, field, 1) != 1:
-                raise InvalidInput(field, f"{getattr(parallel, field)}", "use 1")
+        if (stages := parallel.pipeline_parallel_size) != 1:
+            raise InvalidInput("pipeline_parallel_size", f"{stages}", "use 1")
         self.config = vllm_config
         self.kv_cache_config = kv_cache_config
         self.ranks = Ranks.of(parallel)
@@ -98,12 +98,15 @@ class ConnectorParts:
         self.home = self.ranks.home(self.store)
         self.not_served: str | None = None
         try:
+            check_parallel(parallel)
+            check_config(vllm_config.model_config.hf_config.to_dict())
             self.shape = shape.describe(
                 kv_cache_config,
                 block_tokens=self.settings.block_tokens,
                 packed_by=compat.packed_by(vllm_config),
+                drafts=compat.draft_layers(vllm_config, kv_cache_config.kv_cache_groups),
             )
-        except shape.NotServed as error:
+        except NotServed as error:
             self.not_served, self.shape = str(error), shape.nothing(kv_cache_config)
         self.layout = self.shape.layout()
         by_length = max(LEAST_RECORD_BLOCKS, RECORD_TOKENS // self.layout.block_tokens)
@@ -232,6 +235,7 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
             parts.layout.block_tokens,
             lookup.later,
             algorithm=str(parts.config.cache_config.prefix_caching_hash_algo),
+            processing=identity.processing_of(parts.config),
         ),
         measuring=ConnectorObserver(
             # Where prices are given they are not learnt; what things take is told all the same.

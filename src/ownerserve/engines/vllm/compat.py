@@ -11,8 +11,10 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any, NamedTuple, Protocol
 
+from ownerserve.engines.vllm.served import NotServed
 from ownerserve.engines.vllm.weights import KEEPS_WEIGHTS, WorkerCall
 from ownerserve.engines.vllm.worker_commands import Tables
 from ownerserve.kv.errors import InvalidInput
@@ -36,6 +38,21 @@ def version() -> str:
     import vllm
 
     return str(vllm.__version__)
+
+
+MEDIA_PACKAGES = ("transformers", "torchvision", "pillow")
+
+
+def media_versions() -> tuple[str, ...]:
+    """Return the versions of what prepares images; transformers takes another way where there is
+    no torchvision."""
+    found = [version()]
+    for package in MEDIA_PACKAGES:
+        try:
+            found.append(metadata.version(package))
+        except metadata.PackageNotFoundError:
+            found.append("")
+    return tuple(found)
 
 
 def quantization_of(model: Any) -> str:
@@ -106,6 +123,50 @@ def group_spec(group: Any) -> Any:
     """Return the spec that a scheduler has of a KV cache group: of unlike layers, the first
     one's."""
     return next(spec for _, spec in layer_specs(group))
+
+
+NO_KV_OF_ITS_OWN = ("ngram", "ngram_gpu", "suffix", "medusa")
+"""Speculation whose drafts come from the text, or from heads that keep no KV."""
+DRAFT_MODEL, MTP = "draft_model", "mtp"
+ABOVE_THE_TARGET = ("eagle", "eagle3", MTP, "dflash", "dspark")
+"""Drafters that read the target's hidden states: their layers are numbered on from the target's, or
+stand below `mtp`."""
+
+
+def draft_layers(vllm_config: Any, groups: Sequence[Any]) -> frozenset[str]:
+    """Return the layers of KV groups that are a drafter's, not the target's. Raises NotServed
+    where they can't be told apart.
+
+    vLLM has one configuration for all layers and marks no layer: names are what tells, on the
+    scheduler as on workers. Its own mark is a group's (`is_eagle_group`), and a group may hold
+    layers of both.
+    """
+    speculative = vllm_config.speculative_config
+    method = "ngram" if speculative is None else str(speculative.method)
+    if method in NO_KV_OF_ITS_OWN:
+        return frozenset()
+    names = [name for group in groups for name in group.layer_names]
+    named = {name for name in names if name.split(".")[0] in (DRAFT_MODEL, MTP)}
+    if method == DRAFT_MODEL and named:
+        return frozenset(named)
+    mend = "report this drafter to OwnerServe"
+    if method not in ABOVE_THE_TARGET:
+        raise NotServed("speculative_config", f"its {method!r} keeps KV unlike others", mend)
+    depth = int(vllm_config.model_config.get_total_num_hidden_layers())
+    above = {name for name in names if name not in named and layer_index(name) >= depth}
+    numbers, most = len({layer_index(name) for name in above}), _draft_depth(speculative)
+    if numbers > most:
+        problem = f"{numbers} layers beyond the target's {depth}, the drafter has {most}"
+        raise NotServed("speculative_config", problem, mend)
+    return frozenset(named | above)
+
+
+def _draft_depth(speculative: Any) -> int:
+    """Return how many layers a drafter has, by its config; that of a multi-token predictor is the
+    target's, which tells the predictor's in a field of vLLM's."""
+    config = speculative.draft_model_config.hf_config
+    field = "n_predict" if speculative.method == MTP else "num_hidden_layers"
+    return int(getattr(config, field, 0) or 0)
 
 
 def packed_by(vllm_config: Any) -> str:

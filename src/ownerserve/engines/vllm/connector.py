@@ -36,6 +36,8 @@ from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
 from ownerserve.engines.vllm.stats import OwnerServeProm, OwnerServeStats
 from ownerserve.engines.vllm.weights import WorkerCall, may_change
 from ownerserve.engines.vllm.worker_commands import WorkerCommands, WorkerStepReport
+from ownerserve.engines.vllm.worker_side.unable import UnableWorker
+from ownerserve.kv.errors import InvalidInput
 
 log = logging.getLogger("vllm.ownerserve")
 
@@ -88,7 +90,10 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     # -- worker --------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._worker = worker_side(self._parts, kv_caches)
+        try:
+            self._worker = worker_side(self._parts, kv_caches)
+        except InvalidInput as error:
+            self._worker = UnableWorker(str(error))
         self._padding = slot_padding(self._parts)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ownerserve.engines.vllm import compat
+from ownerserve.engines.vllm import compat, media
 from ownerserve.kv.frame import Payload
 from ownerserve.kv.prefix import SALT_BYTES, Identity, Numerics
 from ownerserve.node.storage.model_config import canonical, config_facts, state_facts
@@ -71,6 +71,36 @@ def _long_rope(model: Any) -> str:
     return f"positions: {model.max_model_len}" if '"longrope"' in canonical(ropes) else ""
 
 
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a checkpoint that say what becomes of an image before the model sees it."""
+MEDIA_SETTINGS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_encoder_fp8_scale_path",
+    "video_pruning_rate",
+)
+"""What of vLLM's settings does so; what a request says of its own is in its images' hashes."""
+
+
+def processing_of(vllm_config: Any) -> bytes:
+    """Return a digest of what this engine does with images and other media before it computes:
+    files, settings, and the versions of the code that does it; empty for a model of text alone."""
+    model = vllm_config.model_config
+    settings = getattr(model, "multimodal_config", None)
+    if settings is None:
+        return b""
+    try:
+        folder = _folder(model, model.model)
+        files = [(folder / name).read_text() for name in PROCESSORS if (folder / name).is_file()]
+    except (OSError, ValueError):  # no folder here: the versions and the model's name are left
+        files = [str(model.model), str(model.revision)]
+    facts = {name: str(getattr(settings, name, None)) for name in MEDIA_SETTINGS}
+    told = [list(compat.media_versions()), facts, files]
+    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).digest()
+
+
 def weights_of(vllm_config: Any, *, cache: Path) -> str:
     """Return a digest of the checkpoint's weight files; where vLLM makes the weights up, its
     version and seed."""
@@ -109,9 +139,8 @@ def tokenizer_digest(model: Any) -> str:
 def why_not(vllm_config: Any, *, is_recurrent: bool) -> str | None:
     """Return why no state of this engine may be shared at all; None when it may."""
     speculative = vllm_config.speculative_config
-    if speculative is not None and (is_recurrent or speculative.method != "ngram"):
-        # A draft model's layers keep KV too, and recurrent state can't be rolled back.
-        return "speculative_decoding"
+    if speculative is not None and is_recurrent:
+        return "speculative_decoding"  # recurrent state can't be rolled back behind drafts
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "dynamic_kv_scales"
     return None
@@ -123,7 +152,7 @@ def why_bypassed(request: Any) -> str | None:
     params = request.kv_transfer_params or {}
     reasons = {
         "lora": request.lora_request is not None,
-        "multimodal": bool(request.mm_features),
+        "multimodal": not media.can_name(request.mm_features),
         "embeddings": getattr(request, "prompt_embeds", None) is not None,
         "pooling": request.pooling_params is not None,
         "streaming": bool(getattr(request, "resumable", False)),

@@ -79,7 +79,7 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
 
     `copied` operations need their blocks no more; `kept` are durable; `lost`: what the store of
     each worker gave up; `can_pad`: whether each that says so for the first time can keep rows from
-    being written.
+    being written; `unable`: why a worker can read and write no pages at all.
     """
 
     loads: tuple[LoadResult, ...] = ()
@@ -89,6 +89,7 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
     stored_bytes: int = 0
     lost: tuple[RecordsLost, ...] = ()
     can_pad: tuple[bool, ...] = ()
+    unable: tuple[str, ...] = ()
 
     def joined(self, other: WorkerStepReport) -> WorkerStepReport:
         """Return the reports of two workers as one: an operation stands in it once for each."""
@@ -100,10 +101,11 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
             stored_bytes=self.stored_bytes + other.stored_bytes,
             lost=self.lost + other.lost,
             can_pad=self.can_pad + other.can_pad,
+            unable=self.unable + other.unable,
         )
 
     @property
     def is_empty(self) -> bool:
         """Return whether the report tells nothing."""
-        told = (self.loads, self.copied, self.kept, self.not_kept, self.lost, self.can_pad)
-        return not any(told)
+        saved = (self.copied, self.kept, self.not_kept)
+        return not any((self.loads, *saved, self.lost, self.can_pad, self.unable))

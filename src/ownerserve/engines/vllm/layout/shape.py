@@ -13,7 +13,7 @@ and of a group only what scheduler and workers both have, so that both come to t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from ownerserve.cache.layout import Component, Layout
 from ownerserve.engines.vllm import compat
 from ownerserve.engines.vllm.layout import packed
 from ownerserve.engines.vllm.layout.packed import LayerPages, PageRun
+from ownerserve.engines.vllm.served import NotServed
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.frame import (
@@ -67,11 +68,6 @@ PAGES_OF = {
 NEVER_PLAIN = ("sliding_mla", "chunked_attention")
 DELTA_STATES = 2
 """A gated delta net keeps a convolution state and a recurrent one."""
-
-
-class NotServed(InvalidInput):
-    """A `NotServed` is raised for a model whose state is neither kept nor restored here; vLLM
-    serves it as if there were no connector."""
 
 
 class LayerAt(msgspec.Struct, frozen=True):
@@ -202,6 +198,11 @@ class _Group(msgspec.Struct, frozen=True):
     is_packed: bool
 
     @property
+    def is_drafts(self) -> bool:
+        """`is_drafts` tells whether no layer of the group is the target's."""
+        return not self.names
+
+    @property
     def block_tokens(self) -> int:
         return int(self.spec.block_size)
 
@@ -212,17 +213,25 @@ class _Group(msgspec.Struct, frozen=True):
         ]
 
 
-def describe(kv_cache_config: Any, *, block_tokens: int = 0, packed_by: str = "") -> StateShape:
+def describe(
+    kv_cache_config: Any,
+    *,
+    block_tokens: int = 0,
+    packed_by: str = "",
+    drafts: Collection[str] = (),
+) -> StateShape:
     """Return the state of the model that vLLM's KV cache groups describe. Raises NotServed for a
     model whose state can't be kept, InvalidInput for a `block_tokens` that does not fit it.
 
     `packed_by` names whose bytes are in pages without a canonical payload (compat.packed_by).
+    `drafts` are layers of a drafter, which are no state of the model (compat.draft_layers).
     """
     pages = packed.pages_of(kv_cache_config)
-    groups = _groups(kv_cache_config, pages)
+    everything = _groups(kv_cache_config, pages, drafts)
+    groups = [group for group in everything if not group.is_drafts]
     if not groups:
         raise NotServed("model", "keeps no KV", "serve it without a KV connector")
-    block = _block_tokens(groups, block_tokens)
+    block = _block_tokens(everything, block_tokens)
     plain = [layer for group in groups if not group.is_packed for layer in group.layers()]
     layers = sorted(plain, key=lambda layer: layer.index)
     components = _canonical(layers, block)
@@ -241,8 +250,8 @@ def describe(kv_cache_config: Any, *, block_tokens: int = 0, packed_by: str = ""
     return StateShape(
         payload,
         components,
-        group_tokens=tuple(group.block_tokens for group in groups),
-        group_windows=tuple(map(_tokens_back, groups)),
+        group_tokens=tuple(group.block_tokens for group in everything),
+        group_windows=tuple(map(_tokens_back, everything)),
         is_recurrent=any(group.kind == "linear_attention" for group in groups),
     )
 
@@ -310,12 +319,20 @@ def _packed(
     )
 
 
-def _groups(kv_cache_config: Any, pages: dict[str, LayerPages]) -> list[_Group]:
+def _groups(
+    kv_cache_config: Any, pages: dict[str, LayerPages], drafts: Collection[str]
+) -> list[_Group]:
     found = []
     for index, at in enumerate(kv_cache_config.kv_cache_groups):
         if not at.layer_names:
             continue
-        spec, names = compat.group_spec(at), tuple(at.layer_names)
+        spec = next((s for name, s in compat.layer_specs(at) if name not in drafts), None)
+        if spec is None:
+            spec = compat.group_spec(at)
+            known = KIND_OF.get(type(spec).__name__, "")
+            found.append(_Group(index, known, spec, names=(), is_packed=True))
+            continue
+        names = tuple(name for name in at.layer_names if name not in drafts)
         kind = KIND_OF.get(type(spec).__name__)
         reason = f"{type(spec).__name__} of {names[0]} has no canonical payload"
         if getattr(spec, "bounded_replay", False):

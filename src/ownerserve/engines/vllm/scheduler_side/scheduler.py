@@ -56,7 +56,7 @@ from ownerserve.engines.vllm.worker_commands import (
 )
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import execution_mode, lost_tokens
-from ownerserve.kv.prefix import TOKEN_BYTES, pack
+from ownerserve.kv.prefix import TOKEN_BYTES
 from ownerserve.kv.units import format_bytes
 from ownerserve.kv.wire.headers import is_name
 from ownerserve.node.hosted_state import HostedNodeState
@@ -315,6 +315,8 @@ class SchedulerSide:
                 self._holding.lost(lost)
             self._tell_left()
             self._counts["stored_bytes"] += report.stored_bytes
+            if report.unable:
+                self._unable(report.unable[0])
             if report.can_pad:
                 self._replays.heard(report.can_pad)
                 self.resuming.plan()
@@ -386,8 +388,20 @@ class SchedulerSide:
         What is being loaded fails; what is held is released when it is copied.
         """
         self._counts["switched_off"] += 1
+        self._bypass("switched_off")
+
+    def _unable(self, why: str) -> None:
+        """Keep and restore nothing: a worker's pages can't be read. Turns that are here are
+        bypassed like those that come."""
+        if self._bypassed is None:
+            log.warning("state is neither kept nor restored: %s", why)
+            self._counts["bypassed_model"] += len(self._turns)
+            self._bypass("model")
+            self._holding.renamed(self.state.names)  # nothing that is stored can be had
+
+    def _bypass(self, reason: str) -> None:
         self.counting.stir()
-        self._bypassed = "switched_off"
+        self._bypassed = reason
         self.pending.give_up_loads()
         self._turns.clear()
         self.holds.unpin_all()
@@ -567,7 +581,7 @@ class SchedulerSide:
         known = self.state.saves.tokens(TurnId(turn.request.request_id))
         if known is None or known >= end:
             return b""
-        return pack(turn.request.all_token_ids[known:end])
+        return self._prompts.words.of(turn.request, known, end)
 
     def _save_late(self, scheduled: int) -> None:
         """Save what late turns have left, as far as there is room for copies beside a step of so
@@ -635,8 +649,9 @@ class SchedulerSide:
                 case FindRecords():
                     self._lookup.submit(effect)
                 case Offer(turn_id, position, computed_from):
-                    self._turns[turn_id].offer = position
-                    self._turns[turn_id].start = computed_from
+                    offered = self._turns.get(turn_id)
+                    if offered is not None:  # since it was asked we may have been switched off
+                        offered.offer, offered.start = position, computed_from
                 case FetchAndFill():
                     self._bring(effect)
                 case StoreCopy():

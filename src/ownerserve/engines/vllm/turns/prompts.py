@@ -16,12 +16,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from ownerserve.engines.vllm.media import Words
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed, pack
+from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.node.vocabulary.chains import PromptPrefix
 
 AT_ONCE_TOKENS = 4096
@@ -69,11 +71,13 @@ class Prompts:
         later: Callable[[Callable[[], None]], None],
         *,
         algorithm: str,
+        processing: bytes = b"",
         kept_tokens: int = KEPT_TOKENS,
     ) -> None:
         """Make it. `later` does something on another thread; `algorithm` names how vLLM hashes
-        blocks."""
+        blocks; `processing` is what `Words` needs of the engine."""
         self._block = block_tokens
+        self.words = Words(block_tokens, processing=processing)
         self._later = later
         self._trusts_aliases = algorithm.startswith(TRUSTED)
         self._alias_tokens = 0
@@ -95,17 +99,19 @@ class Prompts:
         another thread has hashed it."""
         text = self._sessions.get(session_id) if session_id is not None else None
         known = 0 if text is None else self._known(text, request.block_hashes)
+        if getattr(request, "mm_features", None):  # one that follows is in all words of its block
+            known -= known % self._block
         turn_id, count = TurnId(request.request_id), request.num_tokens
         if count - known > AT_ONCE_TOKENS:
             own = None if text is None else text.hashed.copy()
-            tokens, done = request.all_token_ids, self._done
+            words, done = partial(self.words.of, request), self._done
 
             def chore() -> None:
-                done.append(_hashed_in_pieces(turn_id, tokens, count, own=own, block=self._block))
+                done.append(_hashed_in_pieces(turn_id, words, count, own=own, block=self._block))
 
             self._later(chore)
             return None
-        packed = pack(request.all_token_ids[known:count])
+        packed = self.words.of(request, known, count)
         if text is None:
             hashed = HashedPrefix(self._block)
         else:
@@ -131,7 +137,7 @@ class Prompts:
         known = len(prompt.tokens) // TOKEN_BYTES
         text = prompt.tokens[: tokens * TOKEN_BYTES]
         if tokens > known:
-            text += pack(request.all_token_ids[known:tokens])
+            text += self.words.of(request, known, tokens)
         if not prompt.hashed.grow(text):
             return None
         return PromptPrefix(text, prompt.hashed, len(prompt.hashed.digests), self._block)
@@ -192,13 +198,18 @@ def _count(text: SessionText | None) -> int:
 
 
 def _hashed_in_pieces(
-    turn_id: TurnId, tokens: Sequence[int], count: int, *, own: HashedPrefix | None, block: int
+    turn_id: TurnId,
+    words: Callable[[int, int], Packed],
+    count: int,
+    *,
+    own: HashedPrefix | None,
+    block: int,
 ) -> HashedPrompt:
     """Return a prompt of `count` tokens, packed and hashed; what it begins with of `own`, digests
     that nobody else has, is not hashed again. Lets go of the interpreter's lock between pieces."""
     pieces = []
     for start in range(0, count, PIECE_TOKENS):
-        pieces.append(pack(tokens[start : min(start + PIECE_TOKENS, count)]))
+        pieces.append(words(start, min(start + PIECE_TOKENS, count)))
         time.sleep(0)
     packed = b"".join(pieces)
     hashed = HashedPrefix(block) if own is None else own.beginning_of(packed)
