@@ -444,6 +444,20 @@ def test_the_next_turn_finds_what_the_last_one_saved_and_adds_what_is_new() -> N
     ]
 
 
+@pytest.mark.parametrize("tokens", [200, 330, 700, 1000])
+def test_a_turn_that_is_wholly_restored_copies_nothing_again(tokens: int) -> None:
+    """However many looks it took to find its records: a long prompt takes three."""
+    prompt = list(range(1, tokens + 1))
+    guest = stored_guest(prompt)
+    guest.arrive(prompt)
+    offered = guest.ask(0)
+    assert offered == (tokens - 1) // B * B
+    bring = guest.place()
+    guest.handle(Filled(bring.operation_id, tuple(want.id for want in bring.wants)))
+    assert copies(guest.handle(Computing(TURN, offered, tokens))) == []
+    assert copies(guest.handle(TurnEnded(TURN, offered, tokens, tokens))) == []
+
+
 def test_an_aborted_turn_keeps_only_what_is_computed() -> None:
     guest = Guest()
     guest.arrive(PROMPT)

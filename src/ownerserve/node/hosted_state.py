@@ -97,10 +97,10 @@ class HostedNodeState:
             case DeviceAsked(turn_id):
                 return restores.asked(turn_id, now=now)
             case DevicePlaced(turn_id):
-                return self._placed(turn_id, now)
+                return self._noted(turn_id, self.restores.placed(turn_id, now=now))
             case RecordsFound() | NotFetched() | Filled() | Copied() | Kept() | NotKept():
-                self._tell_saves(event)
-                return self.operations.complete(event, now)
+                restored = self._tell_saves(event)
+                return self._noted(restored, self.operations.complete(event, now))
             case Computing():
                 return saves.computing(event)
             case TurnEnded(turn_id):
@@ -116,9 +116,9 @@ class HostedNodeState:
                 return restores.overdue(now)
         return ()
 
-    def _tell_saves(self, event: Completion) -> None:
+    def _tell_saves(self, event: Completion) -> TurnId | None:
         """Tell `saves` what a restore has learnt of the store, so that stored records of its turn
-        are not copied again."""
+        are not copied again; return the turn, None where it is no restore's answer."""
         turn_id = self._turns.pop(event.operation_id, None)
         if turn_id is not None:
             match event:
@@ -126,6 +126,15 @@ class HostedNodeState:
                     self.saves.known(turn_id, set(held))
                 case NotFetched():
                     self.saves.doubt(turn_id)
+        return turn_id
+
+    def _noted(self, turn_id: TurnId | None, effects: Iterable[Effect]) -> Iterable[Effect]:
+        """Return the effects of a turn's restore, whose answers `_tell_saves` will hear."""
+        done = list(effects)
+        if turn_id is not None:
+            asked = [at for at in done if isinstance(at, FindRecords | FetchAndFill)]
+            self._turns |= {at.operation_id: turn_id for at in asked}
+        return done
 
     def take_over(self, other: HostedNodeState) -> None:
         """Go on counting where `other` ends, so that answers to its operations mean nothing
@@ -167,13 +176,4 @@ class HostedNodeState:
                 session_id=event.session_id,
                 tenant=event.tenant,
             )
-        effects = list(self.restores.arrived(event, _Hashed(prefix), now=now))
-        looks = [effect for effect in effects if isinstance(effect, FindRecords)]
-        self._turns |= {look.operation_id: event.turn_id for look in looks}
-        return effects
-
-    def _placed(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
-        effects = list(self.restores.placed(turn_id, now=now))
-        loads = [effect for effect in effects if isinstance(effect, FetchAndFill)]
-        self._turns |= {load.operation_id: turn_id for load in loads}
-        return effects
+        return self._noted(event.turn_id, self.restores.arrived(event, _Hashed(prefix), now=now))
