@@ -96,6 +96,19 @@ def test_a_session_comes_back_after_others_have_evicted_it(
     settle(worker)
 
 
+def test_a_quiet_engine_knows_in_its_first_step_what_it_restores(rig: Rig, store: Path) -> None:
+    """No step goes by that computes nothing because another thread has not answered yet."""
+    prompt = tiny.prompt(700, seed=62)
+    worker = rig.worker("qwen3", connectors.ours(store))
+    worker.hook("count_unanswered")
+    worker.generate(prompt, max_tokens=2)
+    settle(worker)
+    before = worker.hook("unanswered")  # the first step is to say what the workers can do
+    worker.ask("reset")
+    assert worker.generate(prompt, max_tokens=2).cached == 672
+    assert worker.hook("unanswered") == before
+
+
 def test_a_branch_shares_what_it_has_in_common(rig: Rig, store: Path) -> None:
     """Forks of one stored context restore the shared part and compute their own."""
     trunk = tiny.prompt(900, seed=24)

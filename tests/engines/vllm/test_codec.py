@@ -130,6 +130,23 @@ def test_what_was_read_is_written_into_other_blocks(order: list[int] | None) -> 
     assert torch.equal(sliding[there[0][7]], sliding[TABLES[0][7]])
 
 
+@pytest.mark.parametrize("order", ORDERS, ids=["side by side", "32 rows", "16 rows", "plain"])
+def test_what_is_cut_is_the_whole(order: list[int] | None) -> None:
+    codec, caches = codec_and_caches(order)
+    place = model().place(DENSE, TABLES, 0, 192)
+    data = read(codec, place)
+    for cache in caches.values():
+        cache.zero_()
+    parts = list(codec.cut(place, memoryview(data), most_bytes=len(data) // 3))
+    assert [part.start for part, _ in parts] == [0, 64, 128]
+    for part, own in parts:
+        codec.write(part, own)
+    assert read(codec, place) == data
+    assert len(list(codec.cut(place, memoryview(data), most_bytes=1 << 30))) == 1
+    with pytest.raises(SpecMismatch):
+        list(codec.cut(place, memoryview(data)[:-1], most_bytes=len(data) // 3))
+
+
 def test_blocks_that_are_not_ours_stay_as_they_are() -> None:
     codec, caches = codec_and_caches(None)
     data = read(codec, model().place(DENSE, TABLES, 0, 64))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event, Lock
 from typing import Any
 
 import msgspec
@@ -19,12 +20,14 @@ from ownerserve.engines.vllm.worker_commands import (
     WorkerCommands,
     WorkerStepReport,
 )
+from ownerserve.engines.vllm.worker_side import worker as worker_module
+from ownerserve.engines.vllm.worker_side.readers import Readers
 from ownerserve.engines.vllm.worker_side.streams import HostStream
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import SpecMismatch
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.events import Kept, NotKept
-from ownerserve.store.format.model import ArtifactKind, Meta, Want
+from ownerserve.store.format.model import ArtifactKind, Meta, MissReason, Want
 
 pytestmark = pytest.mark.engine
 
@@ -39,6 +42,7 @@ class Pages:
     def __init__(self) -> None:
         self.fault: Callable[[], None] = lambda: None
         self.written: list[bytes] = []
+        self.bite_bytes = SIZE
 
     def size(self, place: BlockPlace) -> int:
         return SIZE
@@ -46,6 +50,12 @@ class Pages:
     def read(self, place: BlockPlace, into: memoryview) -> None:
         self.fault()
         into[:] = b"k" * SIZE
+
+    def cut(
+        self, place: BlockPlace, data: memoryview, *, most_bytes: int
+    ) -> Iterator[tuple[BlockPlace, memoryview]]:
+        for at in range(0, len(data), self.bite_bytes):
+            yield place, data[at : at + self.bite_bytes]
 
     def write(self, place: BlockPlace, data: memoryview) -> None:
         self.fault()
@@ -209,6 +219,73 @@ def test_a_mistake_of_ours_in_a_load_is_that_loads_failure(
         received, failed = received | one, failed | other
     assert (received, failed) == ({"r"}, {"r"})
     assert worker.report().loads[0].reason
+
+
+def loaded(worker: WorkerSide, *numbers: int) -> WorkerStepReport:
+    """What came of a load of these records, once it is over."""
+    wants = tuple(Want(meta(number).id) for number in numbers)
+    load = LoadInto("r", 9, wants, (PLACE,) * len(wants), deadline_s=60)
+    worker.load(WorkerCommands(loads=(load,)))
+    return until(worker, lambda report: bool(report.loads))
+
+
+def test_a_record_is_written_by_all_readers(
+    worker: WorkerSide, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(worker, 1)
+    until(worker, lambda report: report.kept == (1,))
+    pages.bite_bytes = SIZE // 2
+    monkeypatch.setattr(worker_module, "WRITE_BYTES", SIZE // 2)
+    both_write = Barrier(2)  # one thread alone would wait here in vain
+    pages.fault = lambda: both_write.wait(WAIT_S)  # type: ignore[assignment,return-value]
+    (result,) = loaded(worker, 1).loads
+    assert not result.reason
+    assert b"".join(pages.written) == b"k" * SIZE
+    assert len(pages.written) == 2
+
+
+def test_a_load_is_over_when_its_last_bite_is_and_not_when_one_fails(
+    worker: WorkerSide, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(worker, 1)
+    until(worker, lambda report: report.kept == (1,))
+    pages.bite_bytes = SIZE // 2
+    monkeypatch.setattr(worker_module, "WRITE_BYTES", SIZE // 2)
+    has_failed, may_write, first, both_write = Event(), Event(), Lock(), Barrier(2)
+
+    def fault() -> None:
+        both_write.wait(WAIT_S)
+        if first.acquire(blocking=False):
+            has_failed.set()
+            raise SpecMismatch("made up")
+        assert may_write.wait(WAIT_S)
+
+    pages.fault = fault
+    worker.load(
+        WorkerCommands(loads=(LoadInto("r", 9, (Want(meta(1).id),), (PLACE,), deadline_s=60),))
+    )
+    assert has_failed.wait(WAIT_S)
+    assert worker.results(None) == (set(), set())  # a write may still come: its blocks are kept
+    may_write.set()
+    report = until(worker, lambda report: bool(report.loads))
+    assert report.loads[0].reason == MissReason.IO_ERROR
+
+
+def test_what_was_read_is_written_before_more_is_read() -> None:
+    done: list[str] = []
+    readers, began, go_on = Readers(1), Event(), Event()
+
+    def read() -> None:
+        began.set()
+        assert go_on.wait(WAIT_S)
+        readers.submit_first([partial(done.append, "bite 1"), partial(done.append, "bite 2")])
+
+    readers.submit(read)
+    assert began.wait(WAIT_S)
+    readers.submit(partial(done.append, "next record"))
+    go_on.set()
+    readers.close()
+    assert done == ["bite 1", "bite 2", "next record"]
 
 
 def test_reports_join() -> None:

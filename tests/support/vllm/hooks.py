@@ -139,6 +139,27 @@ def preemptions(worker: Any) -> dict[str, list[int]]:
     return dict(worker.preempted)
 
 
+def count_unanswered(worker: Any) -> None:
+    """From the next step on, count how often the connector lets a request wait: `unanswered`. A
+    quiet engine has all the time for other threads' answers."""
+    from ownerserve.engines.vllm.scheduler_side import scheduler
+
+    scheduler.QUIET_WAIT_S = 60.0
+    connector = worker.scheduler.connector
+    matched, worker.unanswered = connector.get_num_new_matched_tokens, 0
+
+    def counted(request: Any, hit: int) -> tuple[int | None, bool]:
+        answer: tuple[int | None, bool] = matched(request, hit)
+        worker.unanswered += answer[0] is None
+        return answer
+
+    connector.get_num_new_matched_tokens = counted
+
+
+def unanswered(worker: Any) -> int:
+    return int(worker.unanswered)
+
+
 def empty_store(worker: Any) -> int:
     """The store on disk gives up all its records, as it does for others; how many."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -180,6 +180,11 @@ class Restores:
     def __contains__(self, turn_id: TurnId) -> bool:
         return turn_id in self._pending
 
+    def is_looking(self, turn_id: TurnId) -> bool:
+        """Return whether the turn waits for the catalogue."""
+        pending = self._pending.get(turn_id)
+        return pending is not None and pending.phase is RestorePhase.LOOKING
+
     # -- what a turn goes on from --------------------------------------------------------------
 
     def resume(self, tokens: Packed) -> Resume | None:

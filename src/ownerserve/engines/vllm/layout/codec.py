@@ -174,6 +174,29 @@ class PageCodec:
         """Return the bytes of a place's payload."""
         return self._units(place) * self._shape.components[place.component].section.unit_bytes
 
+    def cut(
+        self, place: BlockPlace, data: memoryview, *, most_bytes: int
+    ) -> Iterator[tuple[BlockPlace, memoryview]]:
+        """Yield the place in parts of about `most_bytes`, whole units each, with what of its
+        payload `data` belongs to each; in one part where a device copies by itself. Raises
+        SpecMismatch when `data` has another length."""
+        units, size = self._units(place), self._check_size(place, data)
+        each = max(1, most_bytes * units // size)
+        if each >= units or not isinstance(self._copies, HostCopies):
+            yield place, data
+            return
+        tokens, unit_bytes = (place.end - place.start) // units, size // units
+        for first in range(0, units, each):
+            end = min(first + each, units)
+            blocks = tuple(
+                ids[first * len(ids) // units : end * len(ids) // units] for ids in place.blocks
+            )
+            at = place.start + first * tokens, place.start + end * tokens
+            yield (
+                BlockPlace(place.component, blocks, *at),
+                data[first * unit_bytes : end * unit_bytes],
+            )
+
     def read(self, place: BlockPlace, into: memoryview) -> None:
         """Copy the place's payload into `into`, which has its size. On a device the copies may
         still be queued on the current stream."""
@@ -189,10 +212,15 @@ class PageCodec:
         """Copy the payload `data` to the place, but for blocks that are not to be written. On a
         device `data` is needed until the current stream is done. Raises SpecMismatch when `data`
         has another length."""
-        if len(data) != self.size(place):
-            raise SpecMismatch(f"{len(data)} bytes for {self.size(place)} of {place.component}")
+        self._check_size(place, data)
         for pieces in self._pieces(place):
             self._copies.scatter(pieces, data)
+
+    def _check_size(self, place: BlockPlace, data: memoryview) -> int:
+        size = self.size(place)
+        if len(data) != size:
+            raise SpecMismatch(f"{len(data)} bytes for {size} of {place.component}")
+        return size
 
     # -- pieces --------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import TypeAlias
 
 from ownerserve.kv.errors import OwnerServeError
@@ -39,6 +39,7 @@ class StoreLookup:
         self._tried_s = -OPEN_AGAIN_S
         self._asked: queue.SimpleQueue[FindRecords | Chore | None] = queue.SimpleQueue()
         self._found: deque[RecordsFound] = deque()
+        self._told = Event()
         self._thread = Thread(target=self._run, name="ownerserve-lookup", daemon=True)
         self._thread.start()
 
@@ -54,6 +55,12 @@ class StoreLookup:
     def has_answers(self) -> bool:
         """`has_answers` tells whether `poll` has any."""
         return bool(self._found)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the thread has done something, since the last call; return whether it has."""
+        has_told = self._told.wait(timeout_s)
+        self._told.clear()
+        return has_told
 
     def poll(self) -> Iterable[RecordsFound]:
         """Yield the answers since the last call."""
@@ -76,6 +83,7 @@ class StoreLookup:
                 )
             if answer is not None:
                 self._found.append(answer)
+            self._told.set()
         if self._snapshot is not None:
             self._snapshot.close()
 

@@ -93,6 +93,9 @@ log = logging.getLogger("vllm.ownerserve")
 ANSWERS_A_CALL = 1
 """Answers of other threads that one hook takes in, at most: every waiting request asks in a step,
 so that many at once do not fall on one of them."""
+QUIET_WAIT_S = 0.002
+"""How long a step waits at most for those answers while no request computes: the next one would
+come later."""
 HASHED_WITHIN_S = 5.0
 """How long a request waits at most until another thread has hashed its prompt."""
 
@@ -201,6 +204,10 @@ class SchedulerSide:
         self._known = KnownSessions(max(self._block, *shape.group_tokens))
         self._tally = Tally(parts.workers)
         self._turns: dict[TurnId, TrackedRequest] = {}
+        self._computing_ids: set[str] = set()
+        """Requests that the last step computed for, and that have not ended."""
+        self._patience_s = QUIET_WAIT_S
+        """What is left of it in the step that is being scheduled."""
         self.resuming = Resuming(
             self, self._turns, replays=parts.replays, block_tokens=self._block, ask=self._ask
         )
@@ -287,6 +294,7 @@ class SchedulerSide:
         for loaded in self._turns.values():
             self._discredit(loaded)
         scheduled, now = output.num_scheduled_tokens, _now()
+        self._computing_ids, self._patience_s = set(scheduled), QUIET_WAIT_S
         self._measuring.scheduled(scheduled, now)
         self._save_late(sum(scheduled.values()))
         for request_id, count in scheduled.items():
@@ -325,6 +333,7 @@ class SchedulerSide:
     def finished(self, request: Any, tables: Tables) -> None:
         """Take in that a request is over, or was given up: keep what is computed beyond doubt."""
         self.counting.stir()
+        self._computing_ids.discard(request.request_id)
         self.reports.gone(request.request_id)
         self._late.has_blocks(request.request_id)
         if request.status.name != "FINISHED_ABORTED":
@@ -470,6 +479,7 @@ class SchedulerSide:
             turn.preemptions = request.num_preemptions
             self.reports.arrived(request)
             self._look(request)
+        self._hear_out(turn)
         turn.hit = turn.window_hit = hit
         turn.offer, turn.start, turn.partial = 0, 0, set()
         turn.resume, turn.is_promised = None, False
@@ -477,6 +487,21 @@ class SchedulerSide:
             return
         self._device.heard(turn_id, hit, resident)
         self._perform(self.state.handle(DeviceAsked(turn_id), _now()))
+
+    def _hear_out(self, turn: TrackedRequest) -> None:
+        """Wait a moment for what another thread is about to say of the turn, where nothing
+        computes."""
+        turn_id, began_s = TurnId(turn.request.request_id), _now()
+        until_s = began_s + self._patience_s
+        while not self._computing_ids and (
+            turn.prompt is None or self.state.restores.is_looking(turn_id)
+        ):
+            left_s = until_s - _now()
+            is_told = self._lookup.has_answers or self._prompts.has_answers
+            if left_s <= 0 or not (is_told or self._lookup.wait(left_s)):
+                break
+            self._poll()
+        self._patience_s -= _now() - began_s
 
     def _unhashed(self, turn: TrackedRequest) -> tuple[int | None, bool]:
         """Let a request wait whose prompt is not hashed yet; after HASHED_WITHIN_S it runs, as if

@@ -3,7 +3,7 @@
 Owns the store (this rank's shard of it) and the threads that touch it. The engine's thread only
 hands over commands and collects what is done.
 
-    readers   one batch of a load after another: read, verify, write into blocks
+    readers   one batch of a load after another: read, verify, write into blocks (readers.py)
     saver     copy out of blocks, make durable (saver.py)
 
 Bytes are written into blocks only after their digest was checked. A load that fails in any part
@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from threading import Condition
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.worker_commands import (
+    BlockPlace,
     LoadInto,
     LoadResult,
     WorkerCommands,
     WorkerStepReport,
 )
+from ownerserve.engines.vllm.worker_side.readers import Readers
 from ownerserve.engines.vllm.worker_side.saver import Saver
 from ownerserve.engines.vllm.worker_side.streams import CopyStream
 from ownerserve.kv.errors import OwnerServeError
@@ -38,16 +41,35 @@ log = logging.getLogger("vllm.ownerserve")
 
 BATCH_BYTES = 16 << 20
 """A reader's bite: what of a load is in host memory at once, for each reader."""
+WRITE_BYTES = 4 << 20
+"""What one reader writes into blocks before another one may have the next: records of some hundred
+megabytes are written by all of them."""
 IDLE_WAIT_S = 0.001
 """How long a step that computes nothing waits for a completion, instead of spinning."""
+LOAD_WAIT_S = 0.004
+"""The same while something is being loaded, whose end is heard of at once; a request that comes
+meanwhile and wants nothing of us waits no longer than that."""
 
 
 NO_REPORT = WorkerStepReport()
 
 
+Bite: TypeAlias = list[tuple[BlockPlace, memoryview]]
+"""Places, and the bytes to write there."""
+
+
+class LoadMissed(Exception):
+    """A `LoadMissed` ends a part of a load that can't be brought: `reason`, and the record's id
+    where there is one."""
+
+    def __init__(self, reason: MissReason, id_: bytes = b"") -> None:
+        super().__init__(reason)
+        self.reason, self.id = reason, id_
+
+
 class Loading(msgspec.Struct, eq=False):
-    """A `Loading` is a load under way; `left` batches are not done. Guarded by the worker's
-    condition."""
+    """A `Loading` is a load under way; `left` batches and bites are not done. Guarded by the
+    worker's condition."""
 
     load: LoadInto
     until_s: float
@@ -74,7 +96,7 @@ class WorkerSide:
         self._done: list[LoadResult] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="ownerserve-read")
+        self._readers = Readers(readers)
         self._saver = Saver(self._tiers, codec, stream, changed=self._changed)
 
     # -- the engine's thread -------------------------------------------------------------------
@@ -107,7 +129,7 @@ class WorkerSide:
         with self._changed:
             busy = self._loading or self._saver.is_busy
             if commands is not None and commands.is_idle and busy and not self._has_news():
-                self._changed.wait(IDLE_WAIT_S)
+                self._changed.wait(LOAD_WAIT_S if self._loading else IDLE_WAIT_S)
             received, self._received = self._received, set()
             failed, self._failed = self._failed, set()
         return received, failed
@@ -136,7 +158,7 @@ class WorkerSide:
         with self._changed:
             for loading in self._loading.values():
                 loading.reason = loading.reason or MissReason.CANCELLED
-        self._readers.shutdown(wait=True)
+        self._readers.close()
         if self._backing is not None:
             self._backing.close()
 
@@ -147,21 +169,69 @@ class WorkerSide:
 
     def _begin(self, load: LoadInto) -> None:
         now = time.monotonic()
-        batches = list(_batches([self._codec.size(place) for place in load.places]))
+        batches = _ranges([self._codec.size(place) for place in load.places], BATCH_BYTES)
         loading = Loading(load, now + load.deadline_s, now, len(batches))
         with self._changed:
             self._loading[load.operation_id] = loading
         ready = self._stream.mark()  # zeroing of these blocks may be queued
         for first, end in batches:
-            self._readers.submit(self._bring, loading, first, end, ready)
+            self._readers.submit(partial(self._bring, loading, first, end, ready))
 
     def _bring(self, loading: Loading, first: int, end: int, ready: Any) -> None:
-        """Read, verify and write one batch of a load; the root of a reader's work."""
-        reason: str = ""
-        failed_id = b""
+        """Read and verify one batch of a load, and write it, or let all readers do so."""
+        with self._part_of(loading):
+            if loading.reason:
+                return
+            if time.monotonic() > loading.until_s:
+                raise LoadMissed(MissReason.DEADLINE)
+            if self._tiers is None:
+                raise LoadMissed(MissReason.ABSENT)
+            outcome = self._tiers.read(loading.load.wants[first:end])
+            if not isinstance(outcome, ReadHit):
+                raise LoadMissed(outcome.reason, outcome.id)
+            places = loading.load.places[first:end]
+            data = [part.data for part in outcome.parts]
+            own, *others = self._bites(list(zip(places, data, strict=True)))
+            if others:
+                with self._changed:
+                    loading.left += len(others)
+                self._readers.submit_first(
+                    partial(self._write, loading, bite, ready) for bite in others
+                )
+            self._write_now(own, ready)
+
+    def _write(self, loading: Loading, bite: Bite, ready: Any) -> None:
+        """Write a bite of what was read and verified, unless the load has failed meanwhile."""
+        with self._part_of(loading):
+            if not loading.reason:
+                self._write_now(bite, ready)
+
+    def _write_now(self, bite: Bite, ready: Any) -> None:
+        with self._stream.copying_in(ready):
+            for place, data in bite:
+                self._codec.write(place, data)
+
+    def _bites(self, pieces: Bite) -> list[Bite]:
+        """Return what was read in parts of about WRITE_BYTES, or in one where one thread reads."""
+        if len(self._readers) == 1:
+            return [pieces]
+        cut = [
+            part
+            for place, data in pieces
+            for part in self._codec.cut(place, data, most_bytes=WRITE_BYTES)
+        ]
+        return [cut[a:b] for a, b in _ranges([len(data) for _, data in cut], WRITE_BYTES)]
+
+    @contextmanager
+    def _part_of(self, loading: Loading) -> Iterator[None]:
+        """Enter one of the load's `left` parts, the root of a reader's work: what goes wrong in it
+        is this load's failure, and when the last part is left the load is over."""
+        reason, failed_id = "", b""
         try:
-            reason, failed_id = self._read(loading, first, end, ready)
-        except Exception as error:  # the root of a reader's work: it is this load's failure
+            yield
+        except LoadMissed as missed:
+            reason, failed_id = missed.reason, missed.id
+        except Exception as error:  # the root of a reader's work
             if not isinstance(error, OwnerServeError):
                 log.exception("load %s failed", loading.load.request_id)
             reason = MissReason.IO_ERROR
@@ -172,21 +242,6 @@ class WorkerSide:
             if not loading.left:
                 self._over(loading)
                 self._changed.notify_all()
-
-    def _read(self, loading: Loading, first: int, end: int, ready: Any) -> tuple[str, bytes]:
-        if loading.reason:
-            return loading.reason, b""
-        if time.monotonic() > loading.until_s:
-            return MissReason.DEADLINE, b""
-        if self._tiers is None:
-            return MissReason.ABSENT, b""
-        outcome = self._tiers.read(loading.load.wants[first:end])
-        if not isinstance(outcome, ReadHit):
-            return outcome.reason, outcome.id
-        with self._stream.copying_in(ready):
-            for place, part in zip(loading.load.places[first:end], outcome.parts, strict=True):
-                self._codec.write(place, part.data)
-        return "", b""
 
     def _over(self, loading: Loading) -> None:
         load = loading.load
@@ -211,11 +266,11 @@ class WorkerSide:
         self._done.append(result)
 
 
-def _batches(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return index ranges of about BATCH_BYTES each."""
+def _ranges(sizes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:
+    """Return index ranges of about `most_bytes` each."""
     ranges, first, held = [], 0, 0
     for index, size in enumerate(sizes):
-        if held and held + size > BATCH_BYTES:
+        if held and held + size > most_bytes:
             ranges.append((first, index))
             first, held = index, 0
         held += size
