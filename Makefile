@@ -10,7 +10,7 @@ VLLM_OLDER := .venv-vllm-0.30/.vllm-0.30.0 .venv-vllm-0.31/.vllm-0.31.0
 LMCACHE    := .venv-lmcache/.lmcache-0.5.6
 DYNAMO     := .venv-dynamo/.dynamo-1.6.1
 
-.PHONY: bench-append bench-copies bench-decide bench-hooks help setup core demo test test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: bench-append bench-copies bench-decide bench-hooks bench-replays help setup core demo test test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -77,6 +77,9 @@ bench-copies: setup ## KV between vLLM's pages and records, beside memcpy, at th
 
 bench-vllm: setup $(VLLM) $(LMCACHE) ## ours beside vLLM's own tiers and LMCache, in one run, on the CPU
 	$(BIN)/python benchmarks/run.py vllm_bench
+
+bench-replays: setup $(VLLM) ## prompts whose windows are gone: vLLM, its retention flag, ours with and without replay
+	$(BIN)/python benchmarks/run.py vllm_replays
 
 bench-hooks: setup $(VLLM) ## the connector's hooks on vLLM's scheduler thread, at 100k tokens a session
 	$(BIN)/python benchmarks/run.py vllm_hooks

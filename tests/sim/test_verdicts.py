@@ -180,6 +180,7 @@ CONTRARY: dict[str, dict[str, Any]] = {
     "abilities": {
         "*, hf, *": {"ttft_ms": {"mean": 900.0}, "cached_token_share": 0.2},
         "*, ideal, *": {"tasks_per_gpu_hour": 2.0},
+        "*, vllm-replay, *": {"ttft_ms": {"mean": 900.0}, "cached_token_share": 0.2},
     },
     "goal-oracle": {"all at*": {"turn_p95_s": 10.0, "tasks_per_gpu_hour": 9.0}},
     "goal-tiers": {

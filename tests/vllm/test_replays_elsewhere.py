@@ -1,5 +1,5 @@
-"""Replays over two tensor-parallel ranks; and where they are off: another connector beside ours.
-Off means that the log says why and that the engine serves and restores as ever."""
+"""Replays over two tensor-parallel ranks; and where they are off: another connector beside ours,
+vLLM 0.30. Off means that the log says why and that the engine serves and restores as ever."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support.vllm.replays import (
     SCHEDULERS,
     branch,
     hook,
+    replaying,
     replaying_async,
 )
 from tests.support.vllm.rig import Rig, next_turn, settle
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.vllm
 
 B = 32
 has_rewind = pytest.mark.skipif(vllm_version() < (0, 31), reason="vLLM 0.30 has no rewind")
+has_none = pytest.mark.skipif(vllm_version() >= (0, 31), reason="from 0.31 on there is a rewind")
 UNDER_OURS = {"scheduler_cls": f"{SCHEDULERS}.ReplayScheduler"}
 
 
@@ -59,6 +61,12 @@ def test_nothing_is_replayed_beside_another_connector(
     both = connectors.multi(*(made[name] for name in order.split(", ")))
     worker = rig.worker("gptoss", {**both, **UNDER_OURS})
     assert_off(rig, "gptoss", worker, why="another connector stands beside OwnerServeConnector")
+
+
+@has_none
+def test_a_vllm_without_a_rewind_serves_under_our_scheduler(rig: Rig, store: Path) -> None:
+    worker = rig.worker("gemma3", replaying(store))
+    assert_off(rig, "gemma3", worker, why="this vLLM has other hooks, or none")
 
 
 def assert_off(rig: Rig, family: str, worker: VllmWorker, *, why: str) -> None:

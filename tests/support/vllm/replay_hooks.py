@@ -185,3 +185,21 @@ def abort_amid_a_replay(worker: Any, *, asks: list[dict[str, Any]]) -> bool:
     is_amid = step_into_a_replay(worker)
     worker.do_abort([ask["id"] for ask in asks])
     return is_amid
+
+
+def evict_windows(worker: Any) -> int:
+    """vLLM's pool takes every cached block of a window, as other requests would; how many."""
+    from vllm.v1.core.kv_cache_utils import get_group_id
+
+    manager = worker.scheduler.kv_cache_manager
+    kinds = [
+        type(g.kv_cache_spec).__name__ for g in worker.scheduler.kv_cache_config.kv_cache_groups
+    ]
+    taken = {
+        block.block_id
+        for block in manager.block_pool.blocks
+        if block.block_hash is not None
+        and kinds[get_group_id(block.block_hash)] == "SlidingWindowSpec"
+    }
+    manager.block_pool.evict_blocks(taken)
+    return len(taken)
