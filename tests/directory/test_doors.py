@@ -236,7 +236,7 @@ def test_what_is_adopted_below_what_was_heard_is_asked_for_again() -> None:
     fleet.deliver(A, [register])
     assert fleet.record().owner == A and S1 not in guarded.owner.grants
     fleet.state.start_term(Term(3, 1), open_at_s=fleet.now_s)
-    fleet.rest(A, 1.0)
+    fleet.rest(A, 2 * LEASE_S / 3)  # for so long it said that it is being rebuilt
     assert fleet.epoch(A) == fleet.record().epoch
 
 
@@ -505,6 +505,19 @@ def test_a_session_on_its_way_to_another_is_not_asked_for() -> None:
     assert not any(isinstance(one.request, ask.Bind) for one in along)
     fleet.rest(A, 2.0)
     assert fleet.record().owner == B
+
+
+def test_a_directory_that_is_being_rebuilt_is_asked_again_when_it_is_over_and_no_sooner() -> None:
+    fleet = Fleet(A)
+    fleet.state = DirectoryState(TERM, lease_s=LEASE_S, open_at_s=5.0)
+    fleet.units[A] = one = GuardedOwner(OwnerState(A))
+    fleet.deliver(A, one.owner.tick(0.0))
+    fleet.deliver(A, one.came(S1, 0.0))
+    for _ in range(19):
+        fleet.now_s += 0.25
+        assert one.owner.tick(fleet.now_s) == []
+    fleet.rest(A, 0.25)
+    assert fleet.record().owner == A and fleet.epoch(A) == fleet.record().epoch
 
 
 def test_an_end_that_the_end_of_the_lease_cut_off_is_asked_for_again() -> None:

@@ -14,6 +14,7 @@ from ownerserve.gateway.admin import admin_app
 from ownerserve.kv.ids import INCARNATION_MAX
 from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import LIFE, said
+from tests.support.waits import until_async
 
 HASH = "ab" * 32
 
@@ -145,6 +146,13 @@ def test_stamps_are_the_workers_load_also_when_it_idles(play: Play) -> None:
         assert (worker.pending_tokens, worker.batch) == (5000, 7)
         assert worker.occupancy == pytest.approx(0.75)
         assert worker.profile.model == "tiny"
+        for as_of, tokens in ((3.0, 6000), (1.0, 9000), (4.0, 7000)):  # the second is an older one
+            engine.says = said(as_of=as_of, load=busy | {"pending_prefill_tokens": tokens})
+            if as_of > 2.0:
+                await until_async(lambda tokens=tokens: worker.pending_tokens == tokens)  # type: ignore[misc]
+            else:
+                await asyncio.sleep(0.2)
+                assert worker.pending_tokens == 6000
 
     play(scenario, engines=1, health_interval_s=0.05)
 

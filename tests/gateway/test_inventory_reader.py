@@ -11,15 +11,22 @@ import msgspec
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address, open_access
 from ownerserve.gateway.workers.inventory import InventoryReader
-from ownerserve.kv.ids import Incarnation
-from ownerserve.kv.wire.inventory import Has, Page
+from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId
+from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.wire.inventory import Has, Lost, Page
 from ownerserve.router.fleet import Fleet
-from ownerserve.router.messages import WorkerUp
+from ownerserve.router.messages import Gone, Reported, WorkerUp
 from ownerserve.router.residents import News
 
 LIFE = Incarnation(7)
-ONE = (200, msgspec.json.encode(Page(7, 0, 0, 1, (Has(1, "s", "disk", 64),))))
-NO_MORE = (200, msgspec.json.encode(Page(7, 0, 0, 1)))
+
+
+def page(said: Page) -> tuple[int, bytes]:
+    return 200, msgspec.json.encode(said)
+
+
+ONE = page(Page(7, 0, 0, 1, (Has(1, "s", "disk", 64),)))
+NO_MORE = page(Page(7, 0, 0, 1))
 
 
 class Rig:
@@ -81,6 +88,33 @@ def test_it_goes_on_where_it_ended_and_reads_a_new_life_from_the_start() -> None
         rig.says = [(200, msgspec.json.encode(Page(8, 0, 0, 3, (Has(3, "t", "disk", 32),))))]
         await rig.reader.read()
         assert [one.session for one in rig.news] == ["s", "t", "s"], "what was said before is gone"
+
+    rig.play(scenario)
+
+
+def test_words_are_told_of_their_rank_and_prefix_until_they_are_said_to_be_gone() -> None:
+    rig = Rig()
+    digest = bytes(range(32))
+    has = Has(1, "s", "disk", 64, digest.hex())
+
+    async def scenario() -> None:
+        unit = RoutingUnit(rig.address.worker, 3, LIFE)
+        rig.says = [
+            page(Page(7, 3, 0, 2, (has,))),
+            page(Page(7, 3, 0, 2, (Lost(2, "s", "disk"),))),
+            page(Page(7, 3, 5, 6, (Has(6, "t", "disk", 32),))),
+            page(Page(7, 3, 5, 6, (Has(6, "u", "disk", 16),))),
+        ]
+        await rig.reader.read()
+        assert len(rig.asked) == 2, "the first page was not the last"
+        assert rig.news == [
+            Reported(unit, Tier.DISK, PrefixHash(digest), 64, SessionId("s")),
+            Gone(unit, Tier.DISK, None, SessionId("s")),
+        ]
+        await rig.reader.read()
+        asked = [int(one.rpartition(b"=")[2]) for one in rig.asked]
+        assert asked == [0, 1, 2, 0], "words up to 5 were missed: from the start"
+        assert [one.session for one in rig.news[2:]] == ["u"]
 
     rig.play(scenario)
 

@@ -42,6 +42,7 @@ def stated(
         prefill_attention_ms=0.0,
         step_ms=step_ms,
         step_ms_per_sequence=0.5,
+        replay_tokens=48,
         prefill_measured_s=1.8e9,
         step_measured_s=1.8e9,
     )
@@ -69,7 +70,11 @@ def test_two_unlike_workers_are_priced_by_their_own_figures(play: Play) -> None:
     small = stated(
         "small", 0.5, 4.0, kv_bytes_per_token=1024.0, role="decode",
         actions=("colocated_prefill", "tail_recompute", "a_later_word"), spec_digest="d1",
-        tiers=(TierStatement(name="disk", latency_ms=2.0, bytes_per_ms=5e5),),
+        tiers=(
+            TierStatement(
+                name="disk", bytes_total=1 << 30, latency_ms=2.0, bytes_per_ms=5e5, measured_s=1.7e9
+            ),
+        ),
     )  # fmt: skip
     large = stated("large", 3.0, 40.0, kv_bytes_per_token=5511.0, kv_bytes_per_sequence=7e5)
 
@@ -81,6 +86,10 @@ def test_two_unlike_workers_are_priced_by_their_own_figures(play: Play) -> None:
         assert first.speed.sequence_bytes(10) == 10_240
         assert second.speed.sequence_bytes(10) == 755_110
         assert first.speed.media[Tier.DISK].ms(1e6) == 4.0
+        assert first.speed.replay_tokens == 48
+        shown = (await admin(world, "/status")).json()["workers"][0]["profile"]["stated"]
+        (disk,) = shown["tiers"]
+        assert (disk["bytes_total"], disk["measured_s"]) == (1 << 30, 1.7e9), "for people"
         assert first.speed.media[Tier.HOST] == DEFAULT_SPEED.media[Tier.HOST], "not stated"
         profile = first.profile
         assert (profile.role, profile.spec_digest) == (WorkerRole.DECODE, "d1")

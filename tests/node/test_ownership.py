@@ -58,8 +58,8 @@ def name(blocks: int, scope: bytes = SCOPE) -> PrefixHash:
     return extent_name(scope, hash_prefix(tokens(blocks), BLOCK)[-1])
 
 
-def serve(*, port: int = 0, lease_s: float = 5.0) -> DirectoryServer:
-    embedded = EmbeddedDirectory(BootClock(), TermFile(), lease_s=lease_s, opens_in_s=0.0)
+def serve(*, port: int = 0, lease_s: float = 5.0, opens_in_s: float = 0.0) -> DirectoryServer:
+    embedded = EmbeddedDirectory(BootClock(), TermFile(), lease_s=lease_s, opens_in_s=opens_in_s)
     server = DirectoryServer(embedded, port=port)
     server.start()
     return server
@@ -233,6 +233,20 @@ def test_a_fault_of_the_directory_ends_no_thread_and_does_not_spin(
     faulty.fault = None
     until(lambda: node.standing(S1))
     node.close(within_s=5.0)
+
+
+def test_a_directory_that_is_being_rebuilt_is_asked_for_a_session_when_that_is_over(
+    nodes: Callable[[RoutingUnit, str], Ownership],
+) -> None:
+    server = serve(opens_in_s=2.5)
+    node = nodes(unit("w1"), server.address)
+    node.tell(TurnCame(S1))
+    until(lambda: node.standing(S1))
+    client = DirectoryClient(server.address)
+    assert client.status().asked["bind"] <= 3, "not every half second"
+    client.close()
+    node.close(within_s=5.0)
+    server.stop()
 
 
 def test_a_directory_that_cannot_be_opened_yet_is_opened_later(server: DirectoryServer) -> None:

@@ -1,7 +1,7 @@
 """vLLM's server or its engine core is killed as one asks the other: the turns after are answered
 right, and the session comes to one owner. Real `vllm serve`, a gateway and a directory.
 
-By hand, since each case begins vLLM anew:
+By hand, since each case begins vLLM anew (forked, or each would take minutes):
 
     OWNERSERVE_ALL_KILLS=1 python -m pytest -m vllm tests/vllm/test_killed_at_lines.py
 """
@@ -31,7 +31,7 @@ from tests.support.vllm import connectors, tiny
 from tests.support.vllm.installed import distribution
 from tests.support.vllm.ownerships import Directory, directory_process
 from tests.support.vllm.rig import Rig
-from tests.support.vllm.serving import Server, gateway, serve
+from tests.support.vllm.serving import Server, WarmServers, gateway
 from tests.support.waits import until
 
 pytestmark = [
@@ -66,8 +66,8 @@ ALL = [
 
 
 class Vllm:
-    """One `vllm serve` at a fixed place, begun again at will; its API server asks its engine core
-    over a wire that is watched."""
+    """One `vllm serve` at a fixed place, begun again at will from a process that has imported vLLM;
+    its API server asks its engine core over a wire that is watched. A context manager."""
 
     def __init__(self, model: Path, folder: Path, directory: Directory, wires: Wires) -> None:
         self.port = free_port()
@@ -75,15 +75,20 @@ class Vllm:
         self._model, self._folder, self._wires = model, folder, wires
         self._store = folder / "store"
         self._connector = connectors.ours(self._store, directory=directory.address, worker_id="v0")
-        self._installed = distribution(folder / "site")
-        self._life = ExitStack()
+        self._servers = WarmServers(distribution(folder / "site"), folder / "warm.log")
         self._server: Server | None = None
+
+    def __enter__(self) -> Vllm:
+        self._servers.__enter__()
         self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._servers.__exit__()
 
     def begin(self) -> None:
         log = self._folder / "vllm.log"
-        one = serve(self._model, self._connector, log, installed=self._installed, port=self.port)
-        self._server = self._life.enter_context(one)
+        self._server = self._servers.begin(self._model, self._connector, log, port=self.port)
         address = self._store / ADDRESS_FILE
         until(address.exists, what="the engine core's address")
         own = int(address.read_text().strip().rpartition(":")[2])
@@ -100,7 +105,7 @@ class Vllm:
         assert self._server is not None
         with suppress(ProcessLookupError):
             self._server.kill()
-        self._life.close()
+        (self._store / ADDRESS_FILE).unlink(missing_ok=True)
 
 
 def _core_of(server: int) -> int:
@@ -155,8 +160,7 @@ def fleet(shared_rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         wires = Wires()
         all_.callback(wires.close)
         directory = all_.enter_context(directory_process(folder))
-        vllm = Vllm(shared_rig.checkpoint("qwen3"), folder, directory, wires)
-        all_.callback(vllm.end)
+        vllm = all_.enter_context(Vllm(shared_rig.checkpoint("qwen3"), folder, directory, wires))
         words = ("--directory", directory.address)
         url, admin = all_.enter_context(gateway([vllm.url], folder / "gateway", *words))
         yield Fleet(vllm, directory, wires, url, admin)

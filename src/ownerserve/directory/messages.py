@@ -231,8 +231,7 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
     sessions stand on them. `lost`: prefixes whose last living copy is gone, and a session stood on.
     """
 
-    extents: int
-    adopted: tuple[SessionId, ...]
+    adopted: tuple[SessionId, ...] = ()
     forked: tuple[tuple[PrefixHash, TierCode], ...] = ()
     lost: tuple[PrefixHash, ...] = ()
 
@@ -273,11 +272,10 @@ class Conflict(msgspec.Struct, frozen=True, tag="conflict"):
 
 
 class Advanced(msgspec.Struct, frozen=True, tag="advanced", gc=False):
-    """The report is taken, or was before: the session stands in `version`. `duty`: the epoch of
-    last-copy duty for the tip, where the owner took it on with this report.
+    """The report is taken, or was before. `duty`: the epoch of last-copy duty for the tip, where
+    the owner took it on with this report.
     """
 
-    version: int
     duty: Epoch | None = None
 
 
@@ -298,10 +296,8 @@ class Found(msgspec.Struct, frozen=True, tag="found"):
     prefix_hash: PrefixHash
     tokens: int
     owner: RoutingUnit | None
-    epoch: Epoch | None
     locations: tuple[tuple[RoutingUnit | None, TierCode, Kinds], ...]
     refs: int
-    last_access_s: float
     group: str
     wanted: tuple[RoutingUnit, ...] = ()
 
@@ -327,7 +323,7 @@ class GroupIs(msgspec.Struct, frozen=True, tag="group_is"):
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The directory changed nothing, unless the reason says so. The request may go again after
-    `retry_after_s`."""
+    `retry_after_s`; 0: when its sender would ask again."""
 
     reason: DirectoryRefusal
     retry_after_s: float = 0.0

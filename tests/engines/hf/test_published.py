@@ -17,7 +17,7 @@ from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.rules import TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
-from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.node.storage import backing
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.disk.tier import DiskOptions
@@ -43,12 +43,15 @@ class Rig:
             ServedWorker(
                 WorkerOptions(
                     model="tiny-qwen3",
-                    kv_bytes=8 << 20,
-                    store=home / f"w{number}",
                     node=NodeSettings(spill_after_s=0.1, record_blocks=2),
                     directory=self.server.address,
                     worker_id=f"w{number}",
-                    **{"host_cache_bytes": 4 << 20, **options},
+                    **{
+                        "kv_bytes": 8 << 20,
+                        "store": home / f"w{number}",
+                        "host_cache_bytes": 4 << 20,
+                        **options,
+                    },
                 )
             )
             for number in range(2)
@@ -108,6 +111,27 @@ def test_tips_copies_and_groups_are_known_and_known_again_after_a_rebuild(rig: R
     guest.close()
     rig.workers.remove(guest)
     until(lambda: rig.places() == mine)
+
+
+def test_a_last_copy_that_is_evicted_is_told_and_counted(tmp_path: Path) -> None:
+    """A session of a worker without a store stands on what the device alone holds."""
+    rig = Rig(tmp_path, store=None, host_cache_bytes=0, kv_bytes=1 << 20)
+    try:
+        worker = rig.workers[0]
+        serve_at(worker, PROMPT)
+        until(lambda: rig.places() == [("w0", TierCode.DEVICE)])
+        assert worker.metric("ownerserve_last_copies_lost_total") == 0
+        for number in range(20):
+            serve_at(worker, [11 + number, *PROMPT], name=SessionId(f"{number:032x}"))
+            if not rig.places():
+                break
+        until(lambda: rig.places() == [])
+        until(lambda: worker.metric("ownerserve_last_copies_lost_total") >= 1)
+        assert rig.client.status().lost_copies >= 1
+        (found,) = rig.client.execute([ask.FindSession(NAME)])
+        assert isinstance(found, ask.SessionIs) and found.owner_live, "it goes on, computed anew"
+    finally:
+        rig.close()
 
 
 def test_what_upkeep_removes_is_withdrawn_from_the_directory(

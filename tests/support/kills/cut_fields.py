@@ -3,7 +3,8 @@
     OWNERSERVE_CUT="load kv_bytes_free" python -m pytest -p tests.support.kills.cut_fields TEST
 
 For tests that play a fleet in one process; `cutting` cuts between processes. The readers are
-wrapped before anything has imported them by name.
+wrapped before anything has imported them by name. A child that a test begins imports this itself
+where OWNERSERVE_CUT is set.
 """
 
 from __future__ import annotations
@@ -41,6 +42,13 @@ def _without_key(read: Callable[..., Any]) -> Callable[..., Any]:
     return reader
 
 
+def _without_word(read: Callable[..., Any]) -> Callable[..., Any]:
+    def reader(data: bytes, *given: Any, **named: Any) -> Any:
+        return read(_CUTS.without_words(KIND, data), *given, **named)
+
+    return reader
+
+
 def _without_field(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def reader(data: bytes) -> Any:
         version, body, *more = msgspec.msgpack.decode(data)
@@ -52,7 +60,8 @@ def _without_field(read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 for _module, _name in _READERS.get(KIND, ()):
-    setattr(_module, _name, _without_key(getattr(_module, _name)))
+    _cut = _without_word if KIND in ("has", "gone") else _without_key
+    setattr(_module, _name, _cut(getattr(_module, _name)))
 if KIND in _ANSWERS:
     _module = _ANSWERS[KIND]
     _module.decode_answer = _without_field(_module.decode_answer)

@@ -90,6 +90,18 @@ class Cuts:
         self.taken.add(self.wire)
         return text.replace(key, b'"-' + key[2:])
 
+    def without_words(self, kind: str, text: bytes) -> bytes:
+        """A page of an inventory, a field of its words of one kind less where such a one is cut."""
+        found, _, name = self.wire.partition(" ")
+        if found != kind:
+            return text
+        page = msgspec.json.decode(text)
+        for word in page["words"]:
+            if word["is"] == kind:
+                self.taken.add(self.wire)
+                word.pop(name, None)
+        return msgspec.json.encode(page)
+
 
 class Between:
     """What stands between two ends of one connection: each way bytes in, bytes out."""

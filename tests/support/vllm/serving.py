@@ -6,8 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,28 +43,15 @@ def serve(
     with our distribution, whose plug-ins are allowed."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
-    config = msgspec.json.encode(connector["kv_transfer_config"]).decode()
     # `vllm serve` of the CPU wheel asks for a package called vllm and dies; this is its server.
     command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), *FLAGS]
-    command += ["--kv-transfer-config", config, *more]
-    # Beside our source, out-of-tree parts for vLLM's own connectors.
-    path = [ROOT / "src", ROOT / "benchmarks" / "vllm", *([installed] if installed else [])]
-    settings = {
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
-        **({"VLLM_PLUGINS": "ownerserve"} if installed else {}),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TORCH_COMPILE_DISABLE": "1",
-    }
+    command += [*_given(model, connector, port), *more]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env={**os.environ, **settings}, start_new_session=True
+            command, stdout=out, stderr=out, env=_settings(installed), start_new_session=True
         )
         try:
-            _wait_healthy(url, process, log)
+            _wait_healthy(url, lambda: process.poll() is not None, log)
             yield Server(url, process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
@@ -73,6 +60,69 @@ def serve(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _given(model: Path, connector: dict[str, Any], port: int) -> list[str]:
+    config = msgspec.json.encode(connector["kv_transfer_config"]).decode()
+    given = ["--model", str(model), "--host", "127.0.0.1", "--port", str(port), *FLAGS]
+    return [*given, "--kv-transfer-config", config]
+
+
+def _settings(installed: Path | None) -> dict[str, str]:
+    # Beside our source, out-of-tree parts for vLLM's own connectors.
+    path = [ROOT / "src", ROOT / "benchmarks" / "vllm", *([installed] if installed else [])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        **({"VLLM_PLUGINS": "ownerserve"} if installed else {}),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+
+
+class WarmServers:
+    """`vllm serve`, again and again, of one warm process that has imported vLLM (`warm_server`). A
+    context manager; every server ends with it."""
+
+    def __init__(self, installed: Path, log: Path) -> None:
+        settings = _settings(installed)
+        settings["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [str(vllm_python()), "-m", "tests.support.vllm.warm_server"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, env=settings,
+            )  # fmt: skip
+        self._log = log
+        self._servers: list[Server] = []
+
+    def __enter__(self) -> WarmServers:
+        assert self._said() == b"ready", self._log.read_text()[-4000:]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            with suppress(ProcessLookupError):
+                server.kill()
+        self._process.kill()
+        self._process.communicate()
+
+    def begin(self, model: Path, connector: dict[str, Any], log: Path, *, port: int) -> Server:
+        """A server that answers."""
+        assert self._process.stdin is not None
+        order = {"given": _given(model, connector, port), "log": str(log)}
+        self._process.stdin.write(msgspec.json.encode(order) + b"\n")
+        self._process.stdin.flush()
+        server = Server(f"http://127.0.0.1:{port}", int(self._said()))
+        self._servers.append(server)
+        _wait_healthy(server.url, lambda: not Path(f"/proc/{server.pid}").exists(), log)
+        return server
+
+    def _said(self) -> bytes:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
 
 
 class Server(NamedTuple):
@@ -86,7 +136,7 @@ class Server(NamedTuple):
         os.killpg(self.pid, signal.SIGKILL)
 
 
-def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_healthy(url: str, is_over: Callable[[], bool], log: Path) -> None:
     deadline = time.monotonic() + SERVE_S
     while True:
         try:
@@ -94,7 +144,7 @@ def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None
                 return
         except httpx.TransportError:
             pass
-        if process.poll() is not None or time.monotonic() > deadline:
+        if is_over() or time.monotonic() > deadline:
             pytest.fail(f"vllm serve did not come up\n{log.read_text()[-4000:]}")
         time.sleep(0.2)
 

@@ -152,7 +152,13 @@ def serve(
 @command.command("status", short_help="Term, epochs, what is known.")
 @address_argument
 @click.option("--session", metavar="NAME", help="Also who owns this session, and where its tip is.")
-@click.option("--prefix", metavar="HEX", help="Also where this prefix is held.")
+@click.option(
+    "--prefix",
+    "prefixes",
+    metavar="HEX",
+    multiple=True,
+    help="Also where this prefix is held; given several times, the first that is held at all.",
+)
 @click.option("--group", metavar="NAME", help="Also the hot prefixes of this group.")
 @curve_key_option
 @json_option
@@ -160,7 +166,7 @@ def status(
     address: str,
     curve_key_file: Path | None,
     session: str | None,
-    prefix: str | None,
+    prefixes: tuple[str, ...],
     group: str | None,
     json_target: str | None,
 ) -> None:
@@ -170,7 +176,7 @@ def status(
     ownerserve directory status tcp://127.0.0.1:7700 --json - | jq .term
     ownerserve directory status tcp://127.0.0.1:7700 --group my-repository
     """
-    wanted = None if prefix is None else read_prefix(prefix, field="--prefix")
+    wanted = tuple(read_prefix(prefix, field="--prefix") for prefix in prefixes)
     for field, name in (("--session", session), ("--group", group)):
         if name is not None:
             check_name(name, field=field)
@@ -181,8 +187,8 @@ def status(
         if session is not None:
             more["session"] = session_body(client, session)
             tables.append(session_table(more["session"]))
-        if wanted is not None:
-            more["prefix"] = prefix_body(client, wanted)
+        if wanted:
+            more["prefix"] = prefix_body(client, *wanted)
             tables.append(prefix_table(more["prefix"]))
         if group is not None:
             more["group"] = group_body(client, group)

@@ -75,14 +75,14 @@ def session_body(directory: Directory, name: str) -> Body | None:
     }
 
 
-def prefix_body(directory: Directory, prefix_hash: PrefixHash) -> Body:
-    """Return where living copies of the prefix are, nearest tier first; none where nobody has
-    any."""
-    found = _asked(directory, Lookup((prefix_hash,)))
-    body: Body = {"prefix_hash": prefix_hash.hex(), "copies": []}
+def prefix_body(directory: Directory, *candidates: PrefixHash) -> Body:
+    """Return where living copies of the first prefix are that anybody holds, nearest tier first;
+    of none, where nobody holds any."""
+    found = _asked(directory, Lookup(candidates))
     if not isinstance(found, Found):
-        return body
-    return body | {
+        return {"prefix_hash": candidates[0].hex(), "copies": []}
+    return {
+        "prefix_hash": found.prefix_hash.hex(),
         "tokens": found.tokens,
         "sessions": found.refs,
         "duty": None if found.owner is None else _unit(found.owner),

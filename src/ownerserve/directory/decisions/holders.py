@@ -103,7 +103,7 @@ def publish(records: Records, ask: Publish, at: Moment) -> Transaction:
     lost = tuple(one for one, tier in ask.gone if _forget(draft, ask.unit, one, tier, at=at))
     forked = tuple(copy for copy in ask.left if _leave(draft, ask.unit, *copy))
     adopted = tuple(one.session_id for one in ask.sessions if _adopt(draft, ask.unit, one, at))
-    return draft.decided(Published(len(ask.extents), adopted, forked, lost))
+    return draft.decided(Published(adopted, forked, lost))
 
 
 def _leased(key: Key, unit: RoutingUnit, at: Moment, memory: Term | None) -> Transaction:

@@ -123,10 +123,8 @@ def lookup(records: Records, ask: Lookup, at: Moment) -> Transaction:
             prefix_hash,
             prefix.tokens,
             owner,
-            prefix.epoch,
             places,
             prefix.refs,
-            prefix.last_access_s,
             prefix.group,
             _live_wishes(records, prefix, at.now_s),
         )

@@ -108,7 +108,7 @@ def advance(records: Records, ask: Advance, at: Moment) -> Transaction:
     if session is None:
         return refuse(DirectoryRefusal.UNKNOWN_SESSION)
     if checks.owns(session, ask.unit, ask.epoch) and checks.is_told_again(session, ask):
-        return Transaction(Advanced(session.version))
+        return Transaction(Advanced())
     if not checks.owns(session, ask.unit, ask.epoch) or not checks.is_advance(session, ask.version):
         return Transaction(Conflict(session_is(records, session, at)))
     tip = claimed_tip(records, ask, at)
@@ -122,8 +122,8 @@ def advance(records: Records, ask: Advance, at: Moment) -> Transaction:
         SessionRecord(ask.unit, ask.version, ask.prefix_hash, ask.tokens, at.now_s, session.epoch),
     )
     if not tip.minted:
-        return draft.decided(Advanced(ask.version))
-    return draft.granted(Advanced(ask.version, at.epoch), guards=tip.guards)
+        return draft.decided(Advanced())
+    return draft.granted(Advanced(at.epoch), guards=tip.guards)
 
 
 def end_session(records: Records, ask: EndSession, at: Moment) -> Transaction:

@@ -266,9 +266,7 @@ class OwnerState:
         if ask is None:
             return []
         if is_for_later(outcome) or _is_ahead(ask.request, outcome):
-            wait_s = outcome.retry_after_s if isinstance(outcome, Refused) else 0.0
-            again_s = now_s + (wait_s or ASK_AGAIN_S)
-            self._asks[number] = replace(ask, again_s=min(ask.again_s, again_s))
+            self._asks[number] = replace(ask, again_s=ask.sent_s + _wait_s(outcome))
             return []
         if isinstance(outcome, Refused) and outcome.reason in _STANDING:
             return self._lost_standing(outcome.reason, ask, now_s)
@@ -535,6 +533,15 @@ class OwnerState:
 def is_for_later(outcome: Outcome) -> bool:
     """Tell whether nothing was decided, so that the same is asked again."""
     return isinstance(outcome, Refused) and outcome.reason in _LATER
+
+
+def _wait_s(outcome: Outcome) -> float:
+    """Return for how long after it was sent what was not decided waits to be asked again: a
+    directory that is being rebuilt says how long that takes, and hears nothing of it meanwhile. Its
+    answer was on its way for a while, so counted from the request this is never too late.
+    """
+    said_s = outcome.retry_after_s if isinstance(outcome, Refused) else 0.0
+    return said_s or ASK_AGAIN_S
 
 
 def _is_ahead(request: Request, outcome: Outcome) -> bool:

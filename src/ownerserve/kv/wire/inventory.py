@@ -25,8 +25,7 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
 class Has(msgspec.Struct, frozen=True, tag_field="is", tag="has", gc=False):
     """A Has says that tokens [0, `tokens`) of the session lie in `tier` (device, host, disk or
     remote), as its last turn left them. `prefix_hash` names them, in hex; empty: the worker has not
-    hashed so far. `kinds`: bits of the kinds of state that are there (directory.rules). `tenant`:
-    the salt of whom it belongs to, in hex; empty: all may share it.
+    hashed so far.
     """
 
     number: Natural
@@ -34,8 +33,6 @@ class Has(msgspec.Struct, frozen=True, tag_field="is", tag="has", gc=False):
     tier: Text
     tokens: Natural
     prefix_hash: Digest = ""
-    kinds: Natural = 0
-    tenant: Digest = ""
 
 
 class Lost(msgspec.Struct, frozen=True, tag_field="is", tag="gone", gc=False):

@@ -15,7 +15,9 @@ from heapq import merge
 from itertools import islice
 from operator import attrgetter
 from threading import RLock
+from typing import TypeAlias
 
+import msgspec
 from msgspec.structs import replace
 
 from ownerserve.cache.hetero import HeteroCache
@@ -25,7 +27,7 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.specs import Coverage, Role
-from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
+from ownerserve.kv.wire.inventory import Has, Lost, Page
 from ownerserve.node.vocabulary.events import (
     Completion,
     Effect,
@@ -56,6 +58,36 @@ _Key = tuple[str, str]
 _number = attrgetter("number")
 
 
+class Held(msgspec.Struct, frozen=True, gc=False):
+    """A `Held` is a `Has` as the node keeps it: what gateways are told, and beside it what the
+    directory is. `kinds`: bits of the kinds of state that are there (directory.rules). `tenant`:
+    the salt of whom it belongs to, in hex; empty: all may share it."""
+
+    number: int
+    session: str
+    tier: str
+    tokens: int
+    prefix_hash: str = ""
+    kinds: int = 0
+    tenant: str = ""
+
+    def said(self) -> Has:
+        """Return the word as gateways are told it."""
+        return Has(self.number, self.session, self.tier, self.tokens, self.prefix_hash)
+
+
+Word: TypeAlias = Held | Lost
+
+
+class Words(msgspec.Struct, frozen=True):
+    """These are the words above a number, in order; of those that something is gone, the ones up to
+    `floor` are forgotten. `last` is the highest number given so far."""
+
+    floor: int
+    last: int
+    words: tuple[Word, ...]
+
+
 def _above(words: Reversible[Word], after: int) -> list[Word]:
     """Return the words with a higher number than `after`; `words` stand in the order of their
     numbers."""
@@ -81,7 +113,7 @@ class Inventory:
         self._lock = RLock()
         self._floor = 0
         self._has_kept, self._gone_kept = has_kept, gone_kept
-        self._has: OrderedDict[_Key, Has] = OrderedDict()
+        self._has: OrderedDict[_Key, Held] = OrderedDict()
         self._gone: OrderedDict[_Key, Lost] = OrderedDict()
 
     def __len__(self) -> int:
@@ -109,11 +141,11 @@ class Inventory:
         told = "" if digest is None else digest.hex()
         with self._lock:
             if tokens > 0:
-                self._say(key, Has(0, *key, tokens, told, kinds, tenant.hex()))
+                self._say(key, Held(0, *key, tokens, told, kinds, tenant.hex()))
             else:
                 self.gone(session_id, tier)
 
-    def _say(self, key: _Key, word: Has) -> None:
+    def _say(self, key: _Key, word: Held) -> None:
         """Add the word, unless it says what was said; one that only lacks the digest says nothing
         new."""
         known = self._has.get(key)
@@ -148,13 +180,18 @@ class Inventory:
         for tier in Tier:
             self.gone(session_id, tier)
 
-    def page(self, after: int, *, incarnation: int, words: int = PAGE_WORDS) -> Page:
-        """Return the first `words` words with a number above `after`."""
+    def words(self, after: int, *, most: int) -> Words:
+        """Return the first `most` words with a number above `after`."""
         with self._lock:
             has, gone = _above(self._has.values(), after), _above(self._gone.values(), after)
             floor, last = self._floor, self.last
-        found = merge(has, gone, key=_number)
-        return Page(incarnation, 0, floor, last, tuple(islice(found, words)))
+        return Words(floor, last, tuple(islice(merge(has, gone, key=_number), most)))
+
+    def page(self, after: int, *, incarnation: int, words: int = PAGE_WORDS) -> Page:
+        """Return the first `words` words with a number above `after`, as gateways are told them."""
+        found = self.words(after, most=words)
+        told = (word.said() if isinstance(word, Held) else word for word in found.words)
+        return Page(incarnation, 0, found.floor, found.last, tuple(told))
 
     def check(self) -> None:
         """Raise InvariantViolated unless words are in order, single and bounded."""
@@ -167,7 +204,7 @@ class Inventory:
         if len(self._has) > self._has_kept or len(self._gone) > self._gone_kept:
             raise InvariantViolated("inventory: more words than are kept")
 
-    def __iter__(self) -> Iterator[Has]:
+    def __iter__(self) -> Iterator[Held]:
         """Iterate over what is held, the oldest word first."""
         return iter(self._has.values())
 

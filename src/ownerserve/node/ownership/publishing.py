@@ -27,8 +27,8 @@ from ownerserve.directory.messages import Advance, Drop, HeldExtent, Outcome, Pu
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode, as_replica
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Epoch, RoutingUnit
-from ownerserve.kv.wire.inventory import Has, Lost, Page, Word
-from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.kv.wire.inventory import Lost
+from ownerserve.node.ownership.inventory import Held, Inventory, Word, Words
 
 PART = 1000
 """Extents in one message, at most."""
@@ -224,7 +224,7 @@ class Publishing:
 
     def _take_words(self, ours: Collection[SessionId], busy: Collection[SessionId]) -> None:
         """Act on what the inventory has said, as much as a message may hold."""
-        page = self._inventory.page(self._read, incarnation=0, words=PART)
+        page = self._inventory.words(self._read, most=PART)
         if page.floor > self._read > 0:
             page = self._begin_anew()
         for word in page.words:
@@ -243,13 +243,13 @@ class Publishing:
             if not self._act_on(key, word, ours) and before.get(key) is not word:
                 self._nameless[key] = word
 
-    def _begin_anew(self) -> Page:
+    def _begin_anew(self) -> Words:
         """Return all words of the inventory, since some that tell of losses were missed: what is
         not said again counts as gone."""
         self._words.clear()
         for session, tier in self._holds:
             self._words[session, tier] = Lost(0, session, tier)
-        return self._inventory.page(0, incarnation=0, words=ALL_WORDS)
+        return self._inventory.words(0, most=ALL_WORDS)
 
     def _act_on(self, key: _Key, word: Word, ours: Collection[SessionId]) -> bool:
         """Act on a word; False: the digest of what it tells of is not known yet."""
@@ -272,7 +272,7 @@ class Publishing:
                 self._shrink(key, holds, word.tokens)
         return said is not None or not kinds
 
-    def _part_of(self, word: Has) -> PublishedPart | None:
+    def _part_of(self, word: Held) -> PublishedPart | None:
         session = SessionId(word.session)
         self.belongs(session, tenant=bytes.fromhex(word.tenant))
         digest = PrefixHash(bytes.fromhex(word.prefix_hash))

@@ -1,0 +1,78 @@
+"""A warm process that has imported what `vllm serve` imports, and forks a server for each order.
+
+    python -m tests.support.vllm.warm_server        in vLLM's own environment
+
+    a line on standard input: {"given", "log"} ──> fork ── its pid, a line on standard output
+
+`vllm serve` is three processes on a CPU, and each imports vLLM for itself: two thirds of its start.
+Here the server is forked, and so are its engine core and that one's worker, which vLLM would spawn
+anew. Each server leads a process group of its own; all else is vLLM's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+
+class Order(msgspec.Struct):
+    """The flags of one server, whose output goes to `log`."""
+
+    given: list[str]
+    log: str
+
+
+def _import_vllm() -> None:
+    import transformers  # noqa: F401
+    import vllm.entrypoints.launchers.api_server.entry
+    import vllm.model_executor.models.qwen3
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.executor.multiproc_executor
+    import vllm.v1.worker.cpu_model_runner
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+
+def main() -> None:
+    said = os.dup(1)
+    os.dup2(2, 1)  # what vLLM prints is no pid
+    _import_vllm()
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the servers here
+    os.write(said, b"ready\n")
+    for line in iter(sys.stdin.buffer.readline, b""):
+        pid = os.fork()
+        if pid == 0:
+            _serve(msgspec.json.decode(line, type=Order))
+        os.write(said, b"%d\n" % pid)
+
+
+def _serve(order: Order) -> NoReturn:
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with Path(order.log).open("ab") as log:
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    code = 1
+    try:
+        sys.argv = ["vllm", *order.given]
+        serve()
+        code = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
