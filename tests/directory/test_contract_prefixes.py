@@ -38,9 +38,8 @@ from tests.support.directory.contract import (
 def test_lookup_gives_the_longest_that_someone_alive_holds(world: World) -> None:
     world.join(A, B)
     hold(world, A, P1, TierCode.HOST)
-    hold(world, B, P2, TierCode.DEVICE, StateKind.DENSE, 1024)
+    hold(world, B, P2, TierCode.DEVICE, tokens=1024)
     assert world.ask(ask.Lookup((P3, P2, P1))).prefix_hash == P2
-    assert world.ask(ask.Lookup((P3, P2, P1), StateKind.COMPRESSED)).prefix_hash == P1
     world.ask(ask.Retire(B))
     assert world.ask(ask.Lookup((P3, P2, P1))).tokens == 512
     assert isinstance(world.ask(ask.Lookup((P3,))), ask.Miss)

@@ -181,10 +181,9 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
-    """Somebody asks for the first of `candidates` of which units that live hold all of `kinds`."""
+    """Somebody asks for the first of `candidates` that a unit that lives holds."""
 
     candidates: tuple[PrefixHash, ...]
-    kinds: Kinds = 0
 
 
 class ReplicateReadonly(msgspec.Struct, frozen=True, tag="replicate_readonly"):

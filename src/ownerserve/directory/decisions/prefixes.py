@@ -109,10 +109,7 @@ def lookup(records: Records, ask: Lookup, at: Moment) -> Transaction:
         if prefix is None:
             continue
         copies = live_copies(records, prefix, at.now_s)
-        held = 0
-        for place in copies:
-            held |= place.kinds
-        if not copies or ask.kinds & ~held:
+        if not copies:
             continue
         copies.sort(key=_nearest)
         places = tuple((place.unit, place.tier, place.kinds) for place in copies)
