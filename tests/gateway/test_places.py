@@ -17,7 +17,7 @@ from ownerserve.directory.terms import TermFile
 from ownerserve.gateway.asking import SessionFinder
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
@@ -422,6 +422,26 @@ def test_what_a_worker_without_places_says_that_it_holds_is_counted_on(
         account = gateway.state.account
         assert (account.received, account.done, account.rejected) == (2, 2, 0)
         assert not account.failures
+        admission.close()
+
+    settings = replace(DEFAULTS, cold_after_s=-1.0)
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05, settings=settings)
+
+
+def test_what_a_worker_without_places_could_bring_back_is_known_from_then_on(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        (engine,), admission = world.engines, Admission()
+        engine.usage = b'{"prompt_tokens": 100, "completion_tokens": 1}'
+        admission.quote = Admit(0, resident_tokens=0, restorable_tokens=64)
+        await introduced(world, admission.address)
+        client = await world.client()
+        for body in (BODY, BODY * 2):
+            assert (await client.post("/v1/completions", body, x__session__id="a")).status == 200
+            await world.settled()
+        [(_, session)] = world.gateway.state.sessions.items()
+        assert session.prefix is not None
+        copies = {copy.tier: copy.tokens for copy in session.prefix.copies}
+        assert copies[Tier.DISK] == 64
         admission.close()
 
     settings = replace(DEFAULTS, cold_after_s=-1.0)

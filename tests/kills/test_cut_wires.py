@@ -767,6 +767,10 @@ _READER = (
     "::test_it_goes_on_where_it_ended_and_reads_a_new_life_from_the_start"
 )
 _HELD = "gateway/test_places.py::test_what_a_worker_without_places_says_that_it_holds_is_counted_on"
+_BROUGHT = (
+    "gateway/test_places.py"
+    "::test_what_a_worker_without_places_could_bring_back_is_known_from_then_on"
+)
 _WORDS = (
     "gateway/test_inventory_reader.py"
     "::test_words_are_told_of_their_rank_and_prefix_until_they_are_said_to_be_gone"
@@ -818,7 +822,7 @@ CUT_AS_READ: dict[str, str] = {
     "has tier": _READER,
     "has tokens": _READER,
     "said admit.resident_tokens": _HELD,
-    "said admit.restorable_tokens": _HELD,
+    "said admit.restorable_tokens": _BROUGHT,
     "has prefix_hash": _WORDS,
     "gone number": _WORDS,
     "gone session": _WORDS,
