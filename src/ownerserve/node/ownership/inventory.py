@@ -79,7 +79,7 @@ class Held(msgspec.Struct, frozen=True, gc=False):
 Word: TypeAlias = Held | Lost
 
 
-class Words(msgspec.Struct, frozen=True):
+class WordsAbove(msgspec.Struct, frozen=True):
     """These are the words above a number, in order; of those that something is gone, the ones up to
     `floor` are forgotten. `last` is the highest number given so far."""
 
@@ -180,12 +180,12 @@ class Inventory:
         for tier in Tier:
             self.gone(session_id, tier)
 
-    def words(self, after: int, *, most: int) -> Words:
+    def words(self, after: int, *, most: int) -> WordsAbove:
         """Return the first `most` words with a number above `after`."""
         with self._lock:
             has, gone = _above(self._has.values(), after), _above(self._gone.values(), after)
             floor, last = self._floor, self.last
-        return Words(floor, last, tuple(islice(merge(has, gone, key=_number), most)))
+        return WordsAbove(floor, last, tuple(islice(merge(has, gone, key=_number), most)))
 
     def page(self, after: int, *, incarnation: int, words: int = PAGE_WORDS) -> Page:
         """Return the first `words` words with a number above `after`, as gateways are told them."""

@@ -28,7 +28,7 @@ from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode, as_replica
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.wire.inventory import Lost
-from ownerserve.node.ownership.inventory import Held, Inventory, Word, Words
+from ownerserve.node.ownership.inventory import Held, Inventory, Word, WordsAbove
 
 PART = 1000
 """Extents in one message, at most."""
@@ -243,7 +243,7 @@ class Publishing:
             if not self._act_on(key, word, ours) and before.get(key) is not word:
                 self._nameless[key] = word
 
-    def _begin_anew(self) -> Words:
+    def _begin_anew(self) -> WordsAbove:
         """Return all words of the inventory, since some that tell of losses were missed: what is
         not said again counts as gone."""
         self._words.clear()
