@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from random import Random
+from typing import NamedTuple
 
 import pytest
 
@@ -12,6 +15,7 @@ from ownerserve.kv.wire.rpc import ListHeld, PageIs
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.service.runtime import WallClock
 from tests.support.vllm import connectors, tiny
+from tests.support.vllm.fleet import VllmWorker
 from tests.support.vllm.rig import Rig, next_turn, settle
 from tests.support.waits import until
 
@@ -49,11 +53,13 @@ def test_what_each_turn_leaves_is_told_and_a_later_life_tells_it_again(
         end = (len(prompt) + len(answer.tokens) - 1) // block * block
         until(lambda end=end: on_disk(store) == {ONE: end})
         prompt = next_turn(prompt, answer, seed=turn)
+    assert on_device(store) == {ONE: end}
     life = page(store).incarnation
     worker.kill()
     worker = rig.worker(family, connectors.ours(store))
     until(lambda: on_disk(store) == {ONE: end})
     assert page(store).incarnation > life
+    assert on_device(store) == {}
     restored = worker.generate(prompt, session=ONE)
     assert end - block <= restored.cached <= end, "as it was told"
 
@@ -115,3 +121,67 @@ def test_with_other_weights_nothing_from_before_is_told(rig: Rig, store: Path) -
     until(lambda: not on_disk(store))
     worker.generate(tiny.prompt(300, seed=80), session=TWO)
     until(lambda: on_disk(store).keys() == {TWO})
+
+
+def on_device(store: Path) -> dict[str, int]:
+    """Tokens of each session in vLLM's pool, as the worker says."""
+    return {
+        word.session: word.tokens
+        for word in page(store).words
+        if isinstance(word, Has) and word.tier == "device"
+    }
+
+
+def names(count: int) -> list[str]:
+    """As a gateway names sessions."""
+    return [f"{number:032x}" for number in range(1, count + 1)]
+
+
+LONG = int(os.environ.get("OWNERSERVE_RESIDENCY_TURNS", "0"))
+"""Turns of the long form, by hand; docs/evidence/vllm.md has its figures."""
+
+
+class Told(NamedTuple):
+    """What a turn was told to find on the device, and what it found."""
+
+    prompt: int
+    told: int
+    cached: int
+
+
+def turns_under_pressure(worker: VllmWorker, store: Path, turns: int) -> list[Told]:
+    """Twelve sessions at random over a pool too small for them, and nothing in the store, so that
+    what a turn finds is the pool's."""
+    draw = Random(3)
+    prompts = {name: tiny.prompt(600 + 80 * at, seed=at) for at, name in enumerate(names(12))}
+    found = []
+    for number in range(turns):
+        name = draw.choice(list(prompts))
+        settle(worker)
+        worker.hook("empty_store")
+        told = on_device(store).get(name, 0)
+        if len(prompts[name]) > 1800:
+            prompts[name], told = tiny.prompt(600, seed=1000 + number), 0
+        answer = worker.generate(prompts[name], session=name)
+        found.append(Told(len(prompts[name]), told, answer.cached))
+        prompts[name] = next_turn(prompts[name], answer, seed=number)
+    return found
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma3", "gptoss", "qwen3next"] if LONG else ["gptoss"]
+)
+def test_what_is_on_the_device_is_told_as_vllm_finds_it(rig: Rig, family: str, store: Path) -> None:
+    """A reset leaves nothing, and is known without a step; a later life begins with nothing."""
+    worker = rig.worker(family, connectors.ours(store))
+    block = worker.ask("pool")["block_tokens"]
+    found = turns_under_pressure(worker, store, LONG or 17)
+    errors = sorted(abs(turn.cached - turn.told) for turn in found)
+    if LONG:
+        held = sum(turn.told > 0 for turn in found)
+        print(f"{family}: {len(found)} turns, {held} with something, {block=}, {errors=}")
+    assert errors[-1] <= block
+    assert any(turn.told for turn in found) and any(not turn.told for turn in found)
+    assert on_device(store)
+    assert worker.ask("reset")
+    assert on_device(store) == {}

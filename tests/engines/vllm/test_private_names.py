@@ -36,6 +36,8 @@ NAMES = {
     "block tables": "vllm.v1.core.kv_cache_manager KVCacheManager.get_block_ids",
     "free blocks": "vllm.v1.core.block_pool BlockPool.get_num_free_blocks",
     "eviction": "vllm.v1.core.block_pool BlockPool.evict_blocks",
+    "cached blocks": "vllm.v1.core.block_pool BlockPool.get_cached_block",
+    "how free blocks are taken": ("vllm.v1.core.kv_cache_utils FreeKVCacheBlockQueue.popleft_n"),
     "recurrent shapes": (
         "vllm.model_executor.layers.mamba.mamba_utils"
         " MambaStateShapeCalculator.gated_delta_net_state_shape"

@@ -231,6 +231,20 @@ def prefix_cache_of(pool: Any) -> object:
     return pool.cached_block_hash_to_block
 
 
+def cached_block(pool: Any, request: Any, group: int, *, end: int) -> int:
+    """Return the id of the block in which the pool has, for a KV cache group, the request's tokens
+    that end with token `end`, a whole block's; 0: it has none.
+
+    vLLM hashes pieces of `hash_block_size` tokens, and each hash is over all that lies before: that
+    of a longer block is its last piece's.
+    """
+    piece = end // pool.hash_block_size - 1
+    if piece >= len(request.block_hashes):
+        return 0
+    found = pool.get_cached_block(request.block_hashes[piece], [group])
+    return int(found[0].block_id) if found else 0
+
+
 def evictable_blocks(pool: Any) -> int:
     """Return how many blocks of vLLM's pool nobody uses and hold something, at least.
 

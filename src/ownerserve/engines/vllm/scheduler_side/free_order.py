@@ -16,7 +16,7 @@ and for how long, is `SoftReferences`' to decide.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from typing import Protocol, TypeAlias
 
 from ownerserve.kv.errors import InvariantViolated
@@ -130,6 +130,10 @@ Keepers: TypeAlias = Keeper | set[Keeper] | None
 """`Keepers` of a block: several as a set, which is rare, so that most blocks need none."""
 
 
+def _nothing(taken: Sequence[Linked]) -> None:
+    """Nobody wants to know."""
+
+
 class FreeOrder:
     """A `FreeOrder` keeps the free blocks of one pool (see the module). Called on the scheduler's
     thread only; its verbs are those of vLLM's queue."""
@@ -143,6 +147,8 @@ class FreeOrder:
         """`given_up`: wished-for blocks that vLLM took, since nothing else was left."""
         self.kept = 0
         """Blocks that somebody wishes for."""
+        self.on_taken: Callable[[Sequence[Linked]], None] = _nothing
+        """Called with the blocks that vLLM takes, each time: what they held is gone."""
         self._blocks = blocks
         self._kept_by: list[Keepers] = [None] * len(blocks)
         self._others = Chain(self.fake_free_list_head, self.fake_free_list_tail)
@@ -169,6 +175,7 @@ class FreeOrder:
                 self._forget(block.block_id)
             self.counts["given_up"] += len(wished)
             taken += wished
+        self.on_taken(taken)
         return taken
 
     def remove(self, block: Linked) -> None:

@@ -1,27 +1,31 @@
-"""A `Holding` says what this engine's store holds, session by session: a thread that looks and
-answers.
+"""A `Holding` says what this engine holds, session by session, in its store and in vLLM's pool: a
+thread that looks and answers.
 
     scheduler's thread ── left, lost, missed, over ──> inbox ──> Residency ──> the store's index
+                     └─── watch: tips, blocks taken ─> events ─> InPool ──┐
     RPC's thread ────────────── page(after) ─────────> inbox ──> Inventory ──> PageIs
 
 vLLM's scheduler sleeps while it has no request, so this is a thread of its own. Owns the node's
-inventory, a read-only view of each rank's index, and the file that a later life begins with. What
-is on the device is vLLM's, which tells it in its KV events; it is not in this inventory.
+inventory, a read-only view of each rank's index, and the file that a later life begins with.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import Any
 
 import msgspec
 
+from ownerserve.engines.vllm.layout.shape import StateShape
+from ownerserve.engines.vllm.scheduler_side.in_pool import InPool, PoolEvents, PoolWatch
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit, Tier
@@ -57,6 +61,8 @@ class Holding:
         self._operations = Operations()
         self._residency = Residency(names, self.inventory, self._operations, can_replay=can_replay)
         self._shards = Shards(directories)
+        self._events: PoolEvents = deque()
+        self._in_pool: InPool | None = None
         self._journal: Journal | None = Journal(journal)
         self._inbox: SimpleQueue[Chore | None] = SimpleQueue()
         found = self._journal.found
@@ -86,6 +92,20 @@ class Holding:
     def renamed(self, names: RecordNames) -> None:
         """Go on under `names`; nothing from before is found under them or known to a later life."""
         self._tell(lambda: self._rename(names))
+
+    def watch(self, shape: StateShape) -> PoolWatch:
+        """Make what notes on the scheduler's thread what sessions have in vLLM's pool; `watches`
+        follows."""
+        return PoolWatch(shape, self._events, lambda: self._tell(self._look_at_the_pool))
+
+    def watches(self, shape: StateShape, pool: Any) -> None:
+        """Tell from now on what is in this pool, which the watch was bound to."""
+        in_pool = InPool(shape, pool, inventory=self.inventory)
+
+        def begin() -> None:
+            self._in_pool = in_pool
+
+        self._tell(begin)
 
     def close(self) -> None:
         """Stop the thread; what is to be written down is written first."""
@@ -163,11 +183,21 @@ class Holding:
         if lost.unnoted:
             self._residency.all_lost(_now())
 
+    def _look_at_the_pool(self) -> None:
+        if self._in_pool is not None:
+            self._in_pool.take(self._events)
+
     def _forget(self, session_id: SessionId) -> None:
         self._residency.forget(session_id)
+        if self._in_pool is not None:
+            self._in_pool.take(self._events)
+            self._in_pool.forget(session_id)
         self.inventory.forget(session_id)
 
     def _rename(self, names: RecordNames) -> None:
+        if self._in_pool is not None:
+            self._in_pool.take(self._events)
+            self._in_pool.clear()
         for session_id in {word.session for word in self.inventory}:
             self.inventory.forget(SessionId(session_id))
         if self._journal is not None:
@@ -179,13 +209,20 @@ class Holding:
 
     def _say(self, after: int, unit: RoutingUnit, answer: Future[RpcAnswer]) -> None:
         if answer.set_running_or_notify_cancel():
+            self._look_at_the_pool()
             page = self.inventory.page(after, incarnation=unit.incarnation)
             answer.set_result(PageIs(msgspec.structs.replace(page, rank=unit.dp_rank)))
 
     def _say_held(self, admit: Admit, session_id: SessionId, answer: Future[RpcAnswer]) -> None:
         if answer.set_running_or_notify_cancel():
-            restorable = self._residency.restorable(session_id)
-            answer.set_result(msgspec.structs.replace(admit, restorable_tokens=restorable))
+            self._look_at_the_pool()
+            held = msgspec.structs.replace(
+                admit, restorable_tokens=self._residency.restorable(session_id)
+            )
+            if self._in_pool is not None:
+                resident = self.inventory.tokens(session_id, Tier.DEVICE)
+                held = msgspec.structs.replace(held, resident_tokens=resident)
+            answer.set_result(held)
 
 
 class Shards:

@@ -195,6 +195,7 @@ class SchedulerSide:
         self._block = shape.payload.block_tokens
         self._shape = shape
         self._lookup, self._holding = parts.lookup, parts.holding
+        self._watch = parts.holding.watch(shape)
         self._sessions = parts.sessions
         self._soft, self._prompts = parts.soft, parts.prompts
         self._measuring = parts.measuring
@@ -219,7 +220,9 @@ class SchedulerSide:
         self._pool, self._manager = pool, manager
         self.holds.bind(pool)
         self._late.bind(pool)
-        self._soft.bind(pool, self._shape.group_tokens)
+        if self._soft.bind(pool, self._shape.group_tokens, on_taken=self._watch.taken):
+            self._watch.bind(pool)
+            self._holding.watches(self._shape, pool)
         self._prompts.bind(pool.hash_block_size)
         self.reports.bind(pool)
 
@@ -304,6 +307,7 @@ class SchedulerSide:
         for session in self.reports.stepped(scheduled):
             self._soft.released(session)
         self._soft.tidy(now)
+        self._watch.stepped()
         self._late.asked()
         return self.pending.take(is_idle=not scheduled)
 
@@ -360,6 +364,7 @@ class SchedulerSide:
                 prompt = min(known, request.num_prompt_tokens)
                 self._known.left(SessionId(session), text, prompt_tokens=prompt)
                 self._prompts.left(SessionId(session), text, request)
+                self._left_in_pool(turn, tables, known, text)
         # A replay goes on where no point stands.
         replay = self._replays.of(request.request_id)
         restored = 0 if replay is not None else max(turn.hit, turn.offer)
@@ -737,10 +742,27 @@ class SchedulerSide:
         if places:
             self.holds.pin(TurnId(turn.request.request_id), position, places)
 
+    def _left_in_pool(
+        self, turn: TrackedRequest, tables: Tables, tokens: int, text: PromptPrefix
+    ) -> None:
+        """Note what a turn that ended well has left in vLLM's pool of a gateway's session."""
+        request, session = turn.request, session_of(turn.request)
+        if session is None or not is_name(session) or request.status.name == "FINISHED_ABORTED":
+            return
+        self._watch.finished(
+            SessionId(session),
+            request,
+            tables=tables,
+            tokens=tokens,
+            digests=text.hashed.digests,
+            tenant=turn.tenant,
+        )
+
     def _discredit(self, turn: TrackedRequest) -> None:
         """Take the hash off blocks that were filled in part: they may not serve another hit."""
         if turn.partial:
             self._pool.evict_blocks(turn.partial)
+            self._watch.lost(turn.partial)
 
 
 def _now() -> float:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from ownerserve.engines.vllm import compat
-from ownerserve.engines.vllm.scheduler_side.free_order import Block, FreeOrder, Keeper
+from ownerserve.engines.vllm.scheduler_side.free_order import Block, FreeOrder, Keeper, Linked
 from ownerserve.engines.vllm.settings import SoftReference
 from ownerserve.engines.vllm.worker_commands import Tables
 from ownerserve.kv.errors import InvariantViolated
@@ -26,6 +26,8 @@ log = logging.getLogger("vllm.ownerserve")
 
 WORKED_OFF = 128
 """Most blocks whose wishes end in one call: about 0.1 ms."""
+
+OnTaken = Callable[[Sequence[Linked]], None]
 
 
 class BlockPool(Protocol):
@@ -91,16 +93,29 @@ class SoftReferences:
         """Return how many blocks idle sessions wish for."""
         return 0 if self._order is None else self._order.kept
 
-    def bind(self, pool: BlockPool, group_tokens: Sequence[int]) -> None:
-        """Use this pool, in which a block of each KV cache group spans `group_tokens` tokens."""
+    def bind(
+        self, pool: BlockPool, group_tokens: Sequence[int], *, on_taken: OnTaken | None = None
+    ) -> bool:
+        """Use this pool, in which a block of each KV cache group spans `group_tokens` tokens.
+
+        Return whether `on_taken` is told of the blocks that vLLM takes from now on; not where a
+        version of vLLM has a queue that an order can't stand for.
+        """
         self._pool, self._group_tokens = pool, group_tokens
         self._most_blocks = int((len(pool.blocks) - 1) * self._settings.pool_fraction)
+        order = FreeOrder(compat.free_queue(pool), pool.blocks)
+        if missing := compat.take_the_place_of_the_queue(pool, order):
+            log.warning(
+                "idle sessions have no soft references, and what they have on the device is not "
+                "told: free blocks have %s",
+                missing,
+            )
+            return False
+        if on_taken is not None:
+            order.on_taken = on_taken
         if self._settings.ttl_s > 0:
-            order = FreeOrder(compat.free_queue(pool), pool.blocks)
-            if missing := compat.take_the_place_of_the_queue(pool, order):
-                log.warning("idle sessions have no soft references: free blocks have %s", missing)
-                return
             self._order, self._content = order, compat.prefix_cache_of(pool)
+        return on_taken is not None
 
     def finished(self, session_id: str | None, tables: Tables, now: float) -> None:
         """Wish for the blocks of a session's turn that ended well, with these block tables; 0 is
