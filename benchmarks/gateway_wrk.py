@@ -55,7 +55,7 @@ class Load(NamedTuple):
 LOADS = (
     Load("200 B", "/v1/chat/completions", 200, 0),
     Load("32 KB", "/v1/chat/completions", 32 * 1024, 0),
-    Load("stream", "/v1/stream", 200, EVENTS),
+    Load("stream", "/v1/completions?stream", 200, EVENTS),
 )
 GOALS = {"200 B": "<= 40", "32 KB": "<= 60", "stream": "<= 15"}
 
@@ -112,7 +112,7 @@ class Engine(asyncio.Protocol):
             if len(self.buffer) < whole:
                 return
             self.buffer = self.buffer[whole:]
-            if b" /v1/stream" in head:
+            if b" /v1/completions?stream" in head:
                 asyncio.get_running_loop().create_task(self.stream())
             else:
                 self.transport.write(self.WHOLE)

@@ -20,7 +20,7 @@ from tests.support.gateway.world import Play, World
 def test_a_session_stays_and_answers_say_where_and_why(play: Play) -> None:
     async def scenario(world: World) -> None:
         client = await world.client()
-        client.writer.write(b"GET /v1/files HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n")
+        client.writer.write(b"GET /v1/responses/r HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n")
         assert (await client.read())["x-ownerserve-reason"] == "no_session"
         first = await client.post("/v1/chat/completions", x__session__id="a")
         assert first["x-ownerserve-reason"] == "new_session"
@@ -78,7 +78,7 @@ def test_connections_are_kept_on_both_sides(play: Play) -> None:
 def test_a_stream_arrives_event_by_event(play: Play) -> None:
     async def scenario(world: World) -> None:
         client, (engine,) = await world.client(), world.engines
-        client.writer.write(b"GET /v1/stream HTTP/1.1\r\nHost: t\r\n\r\n")
+        client.writer.write(b"GET /v1/responses/stream HTTP/1.1\r\nHost: t\r\n\r\n")
         head = await client.reader.readuntil(b"\r\n\r\n")
         assert b"transfer-encoding: chunked" in head
         assert await client.reader.readuntil(b"data: 0\n\n\r\n")
@@ -96,12 +96,12 @@ def test_hang_ups_reach_the_engine_before_and_in_the_stream(play: Play) -> None:
     async def scenario(world: World) -> None:
         (engine,) = world.engines
         early, late = await world.client(), await world.client()
-        late.writer.write(b"GET /v1/stream HTTP/1.1\r\nHost: t\r\n\r\n")
+        late.writer.write(b"GET /v1/responses/stream HTTP/1.1\r\nHost: t\r\n\r\n")
         await late.reader.readuntil(b"data: 0\n\n")
         late.hang_up()
         await engine.hung_up.wait()
         engine.hung_up.clear()
-        early.writer.write(b"GET /v1/stream HTTP/1.1\r\nHost: t\r\n\r\n")
+        early.writer.write(b"GET /v1/responses/stream HTTP/1.1\r\nHost: t\r\n\r\n")
         while len(engine.seen) < 2:
             await asyncio.sleep(0.001)
         early.hang_up()
@@ -132,7 +132,9 @@ def test_hang_ups_before_an_answer_give_the_receipt_back(
 
         if phase == "connecting":
             monkeypatch.setattr(pool, "connect", never)
-        client.writer.write(b"GET /v1/refusal HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n")
+        client.writer.write(
+            b"GET /v1/responses/refusal HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n"
+        )
         if phase == "connecting":
             await begun.wait()
         else:
@@ -152,7 +154,9 @@ def test_hang_ups_before_an_answer_give_the_receipt_back(
 def test_a_worker_killed_in_mid_stream_is_seen_by_the_client(play: Play) -> None:
     async def scenario(world: World) -> None:
         client = await world.client()
-        client.writer.write(b"GET /v1/stream HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n")
+        client.writer.write(
+            b"GET /v1/responses/stream HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n"
+        )
         head = await client.reader.readuntil(b"data: 0\n\n")
         port = int(head.split(b"x-ownerserve-worker: 127.0.0.1:")[1].split(b"\r\n")[0])
         (engine,) = [engine for engine in world.engines if engine.port == port]
@@ -187,7 +191,7 @@ def test_a_dead_workers_kept_connections_and_port_are_retried_elsewhere(play: Pl
 def test_a_worker_that_drops_requests_costs_a_502_after_all_were_tried(play: Play) -> None:
     async def scenario(world: World) -> None:
         client = await world.client()
-        answer = await client.post("/v1/drop", x__request__id="r1")
+        answer = await client.post("/v1/completions?drop", x__request__id="r1")
         assert answer.status == 502
         error = json.loads(answer.body)["error"]
         assert (error["type"], error["code"]) == ("server_error", "all_tried")
@@ -218,7 +222,7 @@ def test_no_worker_is_503_with_retry_after_and_recovery_is_noticed(play: Play) -
 def test_a_slow_client_slows_its_worker(play: Play) -> None:
     async def scenario(world: World) -> None:
         client = await world.client()
-        client.writer.write(b"GET /v1/big HTTP/1.1\r\nHost: t\r\n\r\n")
+        client.writer.write(b"GET /v1/responses/big HTTP/1.1\r\nHost: t\r\n\r\n")
         await client.reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(0.1)
         (gateway_client,) = world.gateway.clients
@@ -236,11 +240,11 @@ def test_a_slow_client_slows_its_worker(play: Play) -> None:
 def test_answers_that_end_by_close_and_clients_of_http_1_0(play: Play) -> None:
     async def scenario(world: World) -> None:
         client = await world.client()
-        answer = await client.get("/v1/old")
+        answer = await client.get("/v1/responses/old")
         assert (answer.body, answer["connection"]) == (b"until the end", "close")
         old = await world.client()
         world.engines[0].go_on.set()
-        old.writer.write(b"GET /v1/stream HTTP/1.0\r\n\r\n")
+        old.writer.write(b"GET /v1/responses/stream HTTP/1.0\r\n\r\n")
         answer = await old.read()
         assert answer["transfer-encoding"] is None
         assert answer.body == b"".join(b"data: %d\n\n" % number for number in range(5))
@@ -303,7 +307,7 @@ def test_draining_ends_what_is_live_and_takes_nothing_new(play: Play) -> None:
     async def scenario(world: World) -> None:
         client, (engine,) = await world.client(), world.engines
         port = world.gateway.port
-        client.writer.write(b"GET /v1/stream HTTP/1.1\r\nHost: t\r\n\r\n")
+        client.writer.write(b"GET /v1/responses/stream HTTP/1.1\r\nHost: t\r\n\r\n")
         await client.reader.readuntil(b"data: 0\n\n")
         draining = asyncio.ensure_future(world.gateway.drain())
         await asyncio.sleep(0.01)

@@ -118,7 +118,7 @@ CHUNKED = (
     + b"3;ext=1\r\nabc\r\n2\r\nde\r\n0\r\nTrail: er\r\n\r\n"
 )
 PLAIN = HEAD + b"Content-Length: 5\r\nX-A: 1\r\n\r\nabcde"
-PIPELINED = PLAIN + CHUNKED + b"GET /v1/files HTTP/1.1\r\nHost: h\r\n\r\n"
+PIPELINED = PLAIN + CHUNKED + b"GET /v1/responses/r HTTP/1.1\r\nHost: h\r\n\r\n"
 
 
 def splits(raw: bytes) -> list[Sequence[bytes]]:
@@ -182,7 +182,7 @@ REFUSED = {
     "NUL": (HEAD + b"X: a\0b\r\n\r\n", 400),
     "no host": (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
     "two sessions": (HEAD + b"x-session-id: a\r\nX-Session-Id: b\r\n\r\n", 400),
-    "absolute form": (b"GET http://evil/v1/models HTTP/1.1\r\nHost: h\r\n\r\n", 404),
+    "absolute form": (b"GET http://evil/v1/models HTTP/1.1\r\nHost: h\r\n\r\n", 400),
     "admin path": (b"POST /pause HTTP/1.1\r\nHost: h\r\n\r\n", 404),
     "dot segments": (b"POST /v1/../pause HTTP/1.1\r\nHost: h\r\n\r\n", 400),
     "encoded dots": (b"POST /v1/%2E%2e/pause HTTP/1.1\r\nHost: h\r\n\r\n", 400),

@@ -105,7 +105,9 @@ def test_an_answer_that_stops_in_its_middle_is_broken_off_when_its_worker_is_tak
     async def scenario(world: World) -> None:
         client = await world.client()
         (engine,) = world.engines
-        client.writer.write(b"POST /v1/stream HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}")
+        client.writer.write(
+            b"POST /v1/completions?stream HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}"
+        )
         await client.reader.readuntil(b"data: 0")
         engine.is_hung = True
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
@@ -123,7 +125,9 @@ def test_an_answer_that_goes_on_is_left_alone_though_its_worker_is_taken_out(
     async def scenario(world: World) -> None:
         (engine,), (pool,) = world.engines, world.gateway.turns.pools.values()
         client = await world.client()
-        client.writer.write(b"POST /v1/slow HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}")
+        client.writer.write(
+            b"POST /v1/completions?slow HTTP/1.1\r\nHost: t\r\nContent-Length: 2\r\n\r\n{}"
+        )
         await client.reader.readuntil(b"\r\n\r\n")
         for _ in range(3):
             pool.found_out()

@@ -239,7 +239,7 @@ def test_workers_behind_tls_are_probed_and_served(play: Play, tmp_path: Path) ->
         for _ in range(3):
             answer = await client.post(CHAT, b'{"a": 1}', x__session__id="s")
             assert answer.status == 200
-        streamed = await client.get("/v1/big")
+        streamed = await client.get("/v1/responses/big")
         assert len(streamed.body) == 64 << 20
 
     play(scenario, engines=1, reach=by_tls, tls=context, worker_ca_file=ca)

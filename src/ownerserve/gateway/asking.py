@@ -47,7 +47,7 @@ from ownerserve.router.requests.body import (
     BodyFields,
     Prompt,
     Span,
-    may_say_session,
+    check_as_engines_read,
     place_of_prompt,
     scan,
 )
@@ -218,8 +218,8 @@ def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
     """Return the body's fields. Raises Rejected or InvalidInput for a body that can't be believed.
 
     A compressed body is refused too: it may hold any `session_id`, and no engine reads it. Where a
-    header names the session and the body says no `session_id`, in whatever way, a body that can't
-    be believed counts as one without fields instead.
+    header names the session, a body that is no strict JSON is looked at as lenient engines read it,
+    and counts as one without fields.
     """
     special = head.special
     if special.get(b"content-encoding", b"identity").lower() not in (b"", b"identity"):
@@ -235,9 +235,10 @@ def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
     try:
         return scan(body)
     except InvalidInput:
-        if is_named and not may_say_session(body):
-            return NO_FIELDS
-        raise
+        if not is_named:
+            raise
+        check_as_engines_read(body)
+        return NO_FIELDS
 
 
 # ---- who owns it, asked of the directory

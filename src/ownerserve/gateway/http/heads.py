@@ -8,14 +8,13 @@ may set.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Set
-from functools import lru_cache
 from http import HTTPStatus
 
 import msgspec
 
 from ownerserve.gateway.http.replies import Rejected
+from ownerserve.gateway.http.routes import check_route
 from ownerserve.kv.wire.headers import (
     ACTION_HEADER,
     ANSWER_HEADER,
@@ -84,7 +83,6 @@ _DROPPED_OF_CLIENTS = _DROPPED | {ENGINE_SESSION_HEADER.encode()}
 _ANSWER_LINE = ANSWER_HEADER.encode()
 """For gateways alone: it names units and epochs."""
 _REQUEST_ID_MAX = 128
-_UNSAFE_PATH = re.compile(rb"\.\.|//|\\|%(?:2e|2f|5c)", re.IGNORECASE)
 
 
 class RequestHead(msgspec.Struct, frozen=True):
@@ -145,7 +143,11 @@ def read_request_head(
     The parser has already refused Transfer-Encoding beside Content-Length, doubled lengths,
     folded lines and bare line feeds.
     """
-    _check_target(target)
+    check_route(method, target)
+    if version not in (b"1.1", b"1.0"):
+        raise Rejected(
+            HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "version", "version: speak HTTP/1.1 or 1.0"
+        )
     lines: list[bytes] = []
     special: dict[bytes, bytes] = {}
     for name, value in headers:
@@ -160,6 +162,8 @@ def read_request_head(
             special[key] = value
             if key in _DROPPED_OF_CLIENTS or key in replaced:
                 continue
+        if key.startswith(_PREFIX):
+            continue  # whatever it says: between gateways and workers alone
         lines += (name, b": ", value, b"\r\n")
     if special.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
         raise Rejected(
@@ -189,25 +193,6 @@ def _without(lines: list[bytes], nominated: bytes) -> list[bytes]:
         if lines[at].lower() not in names or lines[at].lower() == b"host":
             kept += lines[at : at + 4]
     return kept + lines[len(lines) - len(lines) % 4 :]
-
-
-@lru_cache(maxsize=256)
-def _check_target(target: bytes) -> None:
-    """Raise Rejected for a path outside /v1/ and /health: an engine's own admin routes stay out of
-    reach."""
-    path = target.partition(b"?")[0]
-    if not path.startswith(b"/v1/") and path != b"/health":
-        raise Rejected(
-            HTTPStatus.NOT_FOUND,
-            "unknown_path",
-            "path: this gateway serves /v1/... and /health",
-        )
-    if _UNSAFE_PATH.search(path):
-        raise Rejected(
-            HTTPStatus.BAD_REQUEST,
-            "unsafe_path",
-            "path: has dot segments or encoded separators; send it plain",
-        )
 
 
 class ResponseHead(msgspec.Struct, frozen=True):

@@ -51,17 +51,24 @@ CONTROL_KEYS = PROMPT_KEYS | frozenset(
 )
 """Top-level fields the router acts on; nobody may hide or double them."""
 
+INTERNAL_KEYS = frozenset(
+    {
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "data_parallel_rank",
+        "disagg_prefill_dp_rank",
+        "kv_transfer_params",
+    }
+)
+"""Top-level fields by which routers tell engines where state comes from: no client's."""
+
 CONTENT_KEYS = frozenset({"input", "instructions", "messages", "prompt", "system", "tools"})
 """Top-level fields that are the conversation: located, never looked into."""
 
 _WHITESPACE = b" \t\r\n"
 _QUOTE, _COLON, _COMMA, _CLOSE = b'":,}'
 _KEY = re.compile(rb'"(?:[^"\\]|\\.)*"')
-_SESSION_KEY = re.compile(
-    b'"' + b"".join(rb"(?:%c|\\u00(?i:%02x))" % (letter, letter) for letter in b"session_id") + b'"'
-)
-"""The key in each of its spellings; inside a text its quotes would be escaped."""
-_UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _TOP_LEVEL = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRING = msgspec.json.Decoder(str)
 
@@ -122,13 +129,28 @@ def scan(body: bytes) -> BodyFields:
     return BodyFields(spans=spans, content=content, body=body)
 
 
-def may_say_session(body: bytes) -> bool:
-    """Return whether any reader could find a `session_id` in a body that can't be scanned, at any
-    depth.
-
-    Some readers take more than JSON: NaN, UTF-16 and UTF-32.
+def check_as_engines_read(body: bytes) -> None:
+    """Look at a body that `scan` refuses as lenient engines read it: half of a surrogate pair, in a
+    text that was cut, is no JSON, and they take it. Raises InvalidInput unless it is an object that
+    says nothing twice, no `session_id`, and nothing that is between routers and engines.
     """
-    return _SESSION_KEY.search(body) is not None or b"\0" in body[:4] or body[:2] in _UTF_16_MARKS
+    pairs: list[tuple[str, object]] = []
+
+    def top_level(found: list[tuple[str, object]]) -> None:
+        pairs[:] = found  # the outermost object is the last that is whole
+
+    try:
+        json.loads(body.decode(), object_pairs_hook=top_level)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput("body", str(error), "send one JSON object") from error
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise _doubled(name)
+        if name in INTERNAL_KEYS or name == "session_id":
+            raise InvalidInput(
+                name, "stands in a body that is no JSON", "send JSON, or leave it out"
+            )
 
 
 def with_text(body: bytes, span: Span, text: str) -> bytes:
@@ -161,6 +183,8 @@ def _walk(
             raise _doubled(key)
         if key in CONTROL_KEYS:
             spans[key] = Span(at, end)
+        elif key in INTERNAL_KEYS:
+            raise InvalidInput(key, "is between routers and engines", "leave it out")
         elif key in CONTENT_KEYS:
             content[key] = Span(at, end)
         at = _skip_whitespace(body, end) if body[end] in _WHITESPACE else end
