@@ -21,7 +21,7 @@ from tests.support.net import free_port
 from tests.support.vllm import tiny
 from tests.support.vllm.fleet import vllm_python
 
-SERVE_S = 240.0
+SERVE_S = 480.0
 PROMPT_TOKENS = 1200
 """Those of an agent's first turn."""
 FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]

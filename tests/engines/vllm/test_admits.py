@@ -1,0 +1,61 @@
+"""What an engine core of vLLM's says before a turn comes: whether it would take it, and what is
+here of its session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ownerserve.engines.vllm.scheduler_side.holding import Holding
+from ownerserve.engines.vllm.scheduler_side.node_rpc import (
+    ADDRESS_FILE,
+    EngineLimits,
+    NodeRpcHandler,
+)
+from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
+from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Admit, Probe, Reject, Seed
+from ownerserve.node.rpc.server import RpcClient
+from ownerserve.node.vocabulary.records import RecordNames
+from tests.support.node.node_driver import IDENTITY, LAYOUT
+
+UNIT = RoutingUnit(WorkerId("v0"), 0, Incarnation(7))
+S = SessionId("5" * 32)
+
+
+@pytest.fixture
+def holding(tmp_path: Path) -> Iterator[Holding]:
+    names = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=4)
+    one = Holding(names, [tmp_path / "store"], tmp_path / "sessions", can_replay=False)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def client(holding: Holding, tmp_path: Path) -> Iterator[RpcClient]:
+    limits = EngineLimits(unit=UNIT, model="m", sequence_tokens=1000, max_waiting=1, token_bytes=10)
+    handler = NodeRpcHandler(limits, holding, SessionsHere(None))
+    handler.open(tmp_path)
+    handler.stepped({}, free_tokens=800, total_tokens=800)
+    one = RpcClient((tmp_path / ADDRESS_FILE).read_text())
+    yield one
+    one.close()
+    handler.close()
+
+
+def test_what_the_store_has_of_a_session_is_said(client: RpcClient, holding: Holding) -> None:
+    holding.inventory.has(S, Tier.DISK, 96, digest=None)
+    assert client.ask(Probe(Seed(100), S)) == Admit(0, restorable_tokens=96)
+    assert client.ask(Probe(Seed(100), SessionId("nobody's"))) == Admit(0, restorable_tokens=0)
+    holding.over(S)
+    assert client.ask(Probe(Seed(100), S)) == Admit(0, restorable_tokens=0)
+
+
+def test_who_names_no_session_hears_of_none_and_a_refusal_says_no_more(client: RpcClient) -> None:
+    assert client.ask(Probe(Seed(100))) == Admit(0)
+    assert client.ask(Probe(Seed(1001), S)) == Reject(WorkerRefusal.TOO_LONG)
+    assert client.ask(Probe(Seed(900), S)) == Reject(WorkerRefusal.NO_ROOM)
