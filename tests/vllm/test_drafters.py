@@ -66,6 +66,26 @@ def test_a_drafting_engines_session_comes_back(
     oracle.assert_same(family, rig.cold(family, following, max_tokens=ANSWER), restored)
 
 
+def test_a_drafter_that_is_kept_is_as_right_as_before(
+    rig: Rig, store: Path, tmp_path: Path
+) -> None:
+    """Its drafts are all right, since it is the target itself: as long as it knows the prompt."""
+    drafting = drafters.model(tmp_path / "drafter")
+    prompt = tiny.prompt(PROMPT, seed=198)
+    worker = rig.worker("qwen3", connectors.ours(store, drafter="kept"), **drafting)
+    answer = worker.generate(prompt, max_tokens=ANSWER, session="s")
+    settle(worker)
+    worker.shutdown()
+    after = rig.worker("qwen3", connectors.ours(store, drafter="kept"), **drafting)
+    after.hook("count_drafts")
+    following = next_turn(prompt, answer, seed=199, added=ADDED)
+    restored = after.generate(following, max_tokens=ANSWER, session="s")
+    assert restored.cached >= (PROMPT + ANSWER - 1 - drafters.DRAFTED) // B * B
+    oracle.assert_same("qwen3", rig.cold("qwen3", following, max_tokens=ANSWER), restored)
+    drafted = after.hook("drafts")
+    assert drafted["accepted"] >= 0.95 * drafted["drafted"] > 0
+
+
 def test_what_a_drafting_engine_stored_is_there_without_its_drafter(
     rig: Rig, store: Path, tmp_path: Path
 ) -> None:

@@ -7,19 +7,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ownerserve.engines.vllm.media import Words, can_name
 from ownerserve.kv.prefix import hash_prefix, pack
 from tests.support.examples import examples
+
+pytestmark = pytest.mark.engine
 
 B = 32
 PLACEHOLDER = 151_655
 CAT, DOG = "c" * 64, "d" * 64
 
 
+def field(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device="meta")
+
+
 def image(offset: int, length: int = 40, *, shows: str = CAT) -> SimpleNamespace:
+    """As vLLM has it: an item maps names to fields, each with a tensor or a list of them."""
     place = SimpleNamespace(offset=offset, length=length)
-    return SimpleNamespace(identifier=shows, mm_position=place)
+    fields = {"pixel_values": [field((3, 28 * length, 28))], "grid": field((3,), torch.int64)}
+    data = {name: SimpleNamespace(data=value) for name, value in fields.items()}
+    return SimpleNamespace(identifier=shows, mm_position=place, data=data)
 
 
 def request(count: int, *images: SimpleNamespace) -> SimpleNamespace:
@@ -97,6 +107,16 @@ def test_pieces_make_the_words_of_the_whole(seed: int) -> None:
 )
 def test_an_identifier_names_an_image_if_it_is_a_hash(identifier: str, named: bool) -> None:
     assert can_name([image(0), image(50, shows=identifier)]) is named
+
+
+def test_a_hash_of_what_was_left_out_names_nothing() -> None:
+    """vLLM lets a consumer's client send a grid without the embeddings."""
+    empty, cached = image(0), image(0)
+    del empty.data["pixel_values"]
+    cached.data = None
+    assert can_name([image(0)])
+    assert not can_name([empty])
+    assert not can_name([image(0), cached])
 
 
 def test_a_request_without_media_needs_no_identifiers() -> None:

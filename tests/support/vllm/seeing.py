@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from ownerserve.engines.hf.model.tokenizer import (
     BOS_ID,
@@ -82,6 +83,7 @@ def write_seeing(folder: Path, *, seed: int = 0) -> Path:
     silent[list(PRINTABLE_IDS)] = False
     model.lm_head.weight[silent] = 0
     model.save_pretrained(folder)
+    _name_the_tower(folder / "model.safetensors")
     tokenizer = byte_tokenizer()
     side = {"height": IMAGE_SIDE, "width": IMAGE_SIDE}
     processor = LlavaProcessor(
@@ -94,6 +96,15 @@ def write_seeing(folder: Path, *, seed: int = 0) -> Path:
     )
     processor.save_pretrained(folder)
     return folder
+
+
+def _name_the_tower(file: Path) -> None:
+    """Name the tower's weights as published checkpoints do, which is what vLLM reads."""
+    weights = {
+        name.replace("vision_tower.", "vision_tower.vision_model.", 1): weight
+        for name, weight in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def picture(seed: int) -> Any:

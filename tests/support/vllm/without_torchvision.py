@@ -13,7 +13,8 @@ PIXTRAL = "vllm.model_executor.models.pixtral"
 def _register() -> None:
     if PIXTRAL not in sys.modules:
         tower: Any = ModuleType(PIXTRAL)
-        tower.PixtralHFEncoderInfo = tower.PixtralHFVisionModel = object
+        for name in ("PixtralHFEncoderInfo", "PixtralHFVisionModel", "PixtralVisionConfig"):
+            setattr(tower, name, type(name, (), {}))
         sys.modules[PIXTRAL] = tower
     from vllm import ModelRegistry
     from vllm.model_executor.models.llava import LlavaForConditionalGeneration

@@ -104,13 +104,19 @@ class ConnectorParts:
                 kv_cache_config,
                 block_tokens=self.settings.block_tokens,
                 packed_by=compat.packed_by(vllm_config),
-                drafts=compat.draft_layers(vllm_config, kv_cache_config.kv_cache_groups),
+                drafts=self._left_out(),
             )
         except NotServed as error:
             self.not_served, self.shape = str(error), shape.nothing(kv_cache_config)
         self.layout = self.shape.layout()
         by_length = max(LEAST_RECORD_BLOCKS, RECORD_TOKENS // self.layout.block_tokens)
         self.record_blocks = self.settings.record_blocks or by_length
+
+    def _left_out(self) -> frozenset[str]:
+        """Return the layers that are no state here: the drafter's, unless they are to be kept."""
+        groups = self.kv_cache_config.kv_cache_groups
+        drafts = compat.draft_layers(self.config, groups)
+        return drafts if self.settings.drafter == "left-out" else frozenset()
 
     @cached_property
     def identity(self) -> Identity:

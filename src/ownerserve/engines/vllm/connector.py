@@ -37,6 +37,7 @@ from ownerserve.engines.vllm.stats import OwnerServeProm, OwnerServeStats
 from ownerserve.engines.vllm.weights import WorkerCall, may_change
 from ownerserve.engines.vllm.worker_commands import WorkerCommands, WorkerStepReport
 from ownerserve.engines.vllm.worker_side.unable import UnableWorker
+from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import InvalidInput
 
 log = logging.getLogger("vllm.ownerserve")
@@ -76,7 +77,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         )
         if self._scheduler is not None:  # for a scheduler of ours
             self.replays, self.resuming = parts.replays, self._scheduler.resuming
-        self._worker: Any = None
+        self._worker: WorkerSide | UnableWorker | None = None
         self._step: KVConnectorMetadata | None = None
         self._saved: WorkerCommands | None = None
         self._padding: SlotPadding | None = None

@@ -9,7 +9,8 @@ vLLM hashes an image and whatever the request says of its processing (`identifie
 hashed again, with what the engine does with every image and with where in the block it begins. So
 equal words mean equal tokens and equal images at equal places, and positions that follow from an
 image's grid (M-RoPE) are equal too. A block without media has the words that it has in a text.
-Identifiers that clients make up say nothing of an image: their requests have no names.
+Identifiers that clients make up say nothing of an image, nor do hashes of embeddings that were left
+out, which vLLM accepts from whoever has a connector: such requests have no names.
 """
 
 from __future__ import annotations
@@ -27,9 +28,28 @@ HIGH_BYTE = TOKEN_BYTES - 1
 """No vocabulary reaches into it."""
 
 
+LEAST_BYTES = 64
+"""What is seen or heard has so many bytes for each placeholder; a grid alone has fewer."""
+
+
 def can_name(features: Any) -> bool:
     """Return whether what a request's media show is told by their identifiers."""
-    return all(CONTENT.fullmatch(str(getattr(at, "identifier", ""))) for at in features or ())
+    return all(
+        CONTENT.fullmatch(str(getattr(feature, "identifier", "")))
+        and _bytes_of(feature.data) >= LEAST_BYTES * feature.mm_position.length
+        for feature in features or ()
+    )
+
+
+def _bytes_of(data: Any) -> int:
+    """Return the bytes of all tensors in an item of vLLM's, a field of it, or a list."""
+    if hasattr(data, "element_size"):
+        return int(data.numel() * data.element_size())
+    if hasattr(data, "values"):
+        return sum(map(_bytes_of, data.values()))
+    if isinstance(data, list | tuple):
+        return sum(map(_bytes_of, data))
+    return _bytes_of(data.data) if hasattr(data, "data") else 0
 
 
 class Words:

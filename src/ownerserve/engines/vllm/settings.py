@@ -15,6 +15,7 @@ from ownerserve.kv.units import MIB
 
 POLICIES = ("turn-end", "full", "zero")
 RESTORES = ("by-cost", "always")
+DRAFTERS = ("left-out", "kept")
 
 
 class SoftReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +48,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     record_blocks       most blocks of B tokens in a range record; 0: as many as span 1,024 tokens
     block_tokens        B; 0: the least multiple of vLLM's blocks from 32 on
     checkpoints         which boundaries of a prompt get window and recurrent state
+    drafter             whether a drafter's KV is `kept` with the target's, under names of both, or
+                        `left-out`: its drafts are worse behind restored tokens
     copy_bytes          most bytes of KV that are held in the pool until they are copied
     save_buffer_bytes   most host memory of each rank for bytes that are copied and not durable yet;
                         0: four times copy_bytes
@@ -70,6 +73,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     record_blocks: int = 0
     block_tokens: int = 0
     checkpoints: str = "turn-end"
+    drafter: str = "left-out"
     copy_bytes: int = 256 * MIB
     save_buffer_bytes: int = 0
     staging_bytes: int = 64 * MIB
@@ -94,7 +98,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         for field in (*sizes, "restore_deadline_s"):
             if getattr(self, field) < 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more")
-        for field, known in (("checkpoints", POLICIES), ("restores", RESTORES)):
+        choices = (("checkpoints", POLICIES), ("restores", RESTORES), ("drafter", DRAFTERS))
+        for field, known in choices:
             if getattr(self, field) not in known:
                 raise InvalidInput(
                     field, f"{getattr(self, field)!r}", f"use one of {', '.join(known)}"
