@@ -344,6 +344,22 @@ def test_a_failed_load_is_remembered() -> None:
     assert guest.handle(failure) == [], "an echo changes nothing"
 
 
+def test_a_load_that_is_late_ends_in_computing_and_the_next_turn_is_offered_it_again() -> None:
+    guest = stored_guest(PROMPT)
+    guest.arrive(PROMPT)
+    assert guest.ask(0) == 192
+    bring = guest.place()
+    late = NotFetched(bring.operation_id, MissReason.DEADLINE)
+    assert guest.handle(late, now=6.0) == [Start(TURN)]
+    report = guest.state.report(TURN)
+    assert report is not None and report.outcome is RestoreOutcome.LATE
+    assert guest.ask(0) is None, "it computes all of its prompt"
+    guest.handle(TurnGone(TURN))
+    guest.device.hit = None
+    guest.arrive(PROMPT)
+    assert guest.ask(0) == 192
+
+
 def test_what_could_not_be_read_is_stored_anew() -> None:
     guest = stored_guest(PROMPT)
     guest.arrive(PROMPT)

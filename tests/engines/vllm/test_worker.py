@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Barrier, Event, Lock
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -269,6 +270,23 @@ def test_a_load_is_over_when_its_last_bite_is_and_not_when_one_fails(
     may_write.set()
     report = until(worker, lambda report: bool(report.loads))
     assert report.loads[0].reason == MissReason.IO_ERROR
+
+
+def test_a_load_that_is_late_is_given_up_whole_and_its_records_stay(
+    worker: WorkerSide, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written before its time was over counts for nothing, since vLLM takes a load whole;
+    another request finds every record again."""
+    save(worker, 1, 2)
+    until(worker, lambda report: set(report.kept) == {1, 2})
+    monkeypatch.setattr(worker_module, "BATCH_BYTES", 1)
+    hours = iter([0.0, 0.0, *[3600.0] * 100])  # the order, the first record, the second one
+    with monkeypatch.context() as slow:
+        slow.setattr(worker_module, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+        (late,) = loaded(worker, 1, 2).loads
+    assert (late.reason, late.ids, late.failed_id) == (MissReason.DEADLINE, (), b"")
+    (again,) = loaded(worker, 1, 2).loads
+    assert again.ids == (meta(1).id, meta(2).id)
 
 
 def test_what_was_read_is_written_before_more_is_read() -> None:

@@ -200,9 +200,13 @@ def _gather_turned(batch: Pieces, into: NDArray[np.uint8]) -> None:
 
 
 def _scatter_turned(batch: Pieces, data: NDArray[np.uint8]) -> None:
+    """Write rows whose axes change places: first whole rows beside one another, for in the frame
+    they lie a power of two apart, where a processor's cache holds few of them; then turned."""
     own, axes = batch.form.staged
     stage = np.empty(batch.bytes, np.uint8)
-    move(_as_axes(stage, own).transpose(axes), _as_axes(data, batch.form))
+    in_order = _as_axes(data, batch.form).transpose(np.argsort(axes).tolist())
+    rows = np.ascontiguousarray(in_order.swapaxes(-1, -2))
+    move(_as_axes(stage, own), rows.swapaxes(-1, -2))
     _scatter_rows(Pieces(own, batch.own, batch.frame), stage)
 
 
