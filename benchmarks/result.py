@@ -23,7 +23,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One comparison. `other` None: nothing comparable; `goal` as the issue words it."""
+    """One comparison. `other` None: nothing comparable; `goal` as the issue words it.
+
+    Of several draws `ours` and `other` are the medians, and the spans hold their middle halves."""
 
     metric: str
     unit: str
@@ -32,6 +34,8 @@ class Row(msgspec.Struct, frozen=True):
     other_name: str = ""
     ratio: float | None = None
     goal: str = ""
+    ours_span: tuple[float, float] | None = None
+    other_span: tuple[float, float] | None = None
 
 
 def smaller_is_better(
@@ -69,6 +73,11 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _told(value: float, span: tuple[float, float] | None) -> str:
+    within = "" if span is None else f" [{span[0]:,.4g}-{span[1]:,.4g}]"
+    return f"{value:,.4g}{within}"
+
+
 def report(name: str, rows: Sequence[Row], *, others: Mapping[str, str] | None = None) -> Path:
     """Print the table and write the JSON; `others`: versions of what ran in other environments."""
     table = Table(title=name, title_justify="left")
@@ -78,8 +87,8 @@ def report(name: str, rows: Sequence[Row], *, others: Mapping[str, str] | None =
         table.add_row(
             row.metric,
             row.unit,
-            f"{row.ours:,.4g}",
-            "" if row.other is None else f"{row.other:,.4g}",
+            _told(row.ours, row.ours_span),
+            "" if row.other is None else _told(row.other, row.other_span),
             row.other_name,
             "" if row.ratio is None else f"{row.ratio:.2f}",
             row.goal,

@@ -1,6 +1,7 @@
 """Real vLLM on the CPU: OwnerServe's connector beside vLLM alone, its own tiers and LMCache.
 
     python benchmarks/vllm_bench.py [--only restores,overhead,pressure] [--contenders ours,none]
+        [--cases "small,32k wide"]
 
 One run, one machine, the same checkpoints and prompts; benchmarks/vllm/ says how each number is
 taken. Everything runs on a CPU: rates are of memory and disk, not of a GPU's bus.
@@ -15,6 +16,8 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+
+import msgspec
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "vllm"))
@@ -31,17 +34,19 @@ OVERHEAD_ROUNDS = 11
 RESTORE_GOAL = {"lmcache": ">= 5x"}
 
 
-def restore_rows(arena: contenders.Arena, names: Sequence[str]) -> list[Row]:
-    """TTFT of a resumed session, and MB/s into and out of the tiers, by size."""
+def restore_rows(
+    arena: contenders.Arena, names: Sequence[str], cases: Sequence[str] = ()
+) -> list[Row]:
+    """TTFT of a resumed session, and MB/s into and out of the tiers, by size; `cases`: some."""
     rows = []
     for case in restores.CASES:
+        if cases and case.name not in cases:
+            continue
         model = arena.checkpoint(case.family)
-        found = {}
-        for name in names:
-            with arena.contender(name) as contender:
-                found[name] = restores.measure(contender, case, model)
-        if "ours" in found:
-            rows += _compared(case, found)
+        with ExitStack() as stack:
+            own = [stack.enter_context(arena.contender(name)) for name in names]
+            found = restores.measure(own, case, model)
+        rows += _compared(case, found) if "ours" in found else []
     return rows
 
 
@@ -51,28 +56,30 @@ def _compared(case: restores.Case, found: dict[str, restores.Measured]) -> list[
     floor_ms = min(m.resident_ms for m in found.values())
     cold_ms = found["none"].cold_ms if "none" in found else ours.cold_ms
     rows = [_beside_the_store(case, ours, floor_ms)]
+    size = f"{case.name} ({ours.bytes / 1e6:,.0f} MB)"
     for name, other in found.items():
         if name == "ours":
             continue
-        size = f"{case.name} ({ours.bytes / 1e6:,.0f} MB)"
         for what in ("restart", "evicted"):
+            own_ms, other_ms = getattr(ours, f"{what}_ms"), getattr(other, f"{what}_ms")
             rows.append(
-                smaller_is_better(
-                    f"resume TTFT, {what}, {size}",
-                    "ms",
-                    getattr(ours, f"{what}_ms"),
-                    other=getattr(other, f"{what}_ms"),
-                    other_name=name,
-                    goal="lowest",
-                )
+                _spread_row(f"resume TTFT, {what}, {size}", own_ms, other_ms, name, goal="lowest")
             )
             if other.bytes:
+                rows.append(
+                    _spread_row(
+                        f"CPU of a resume, {what}, {size}",
+                        getattr(ours, f"{what}_cpu_ms"),
+                        getattr(other, f"{what}_cpu_ms"),
+                        name,
+                    )
+                )
                 rows.append(
                     larger_is_better(
                         f"retrieve, {what}, {size}",
                         "MB/s",
-                        ours.retrieve_mb_s(getattr(ours, f"{what}_ms"), floor_ms),
-                        other=other.retrieve_mb_s(getattr(other, f"{what}_ms"), floor_ms),
+                        ours.retrieve_mb_s(own_ms.middle, floor_ms),
+                        other=other.retrieve_mb_s(other_ms.middle, floor_ms),
                         other_name=name,
                         goal=RESTORE_GOAL.get(name, ""),
                     )
@@ -87,16 +94,16 @@ def _compared(case: restores.Case, found: dict[str, restores.Measured]) -> list[
                     other_name=name,
                 )
             )
-            rows.append(
-                smaller_is_better(
-                    f"CPU of a retrieve, {size}",
-                    "s",
-                    ours.retrieve_cpu_s,
-                    other=other.retrieve_cpu_s,
-                    other_name=name,
-                )
-            )
     return rows
+
+
+def _spread_row(
+    metric: str, ours: restores.Spread, other: restores.Spread, name: str, *, goal: str = ""
+) -> Row:
+    row = smaller_is_better(
+        metric, "ms", ours.middle, other=other.middle, other_name=name, goal=goal
+    )
+    return msgspec.structs.replace(row, ours_span=ours.span, other_span=other.span)
 
 
 def _beside_the_store(case: restores.Case, ours: restores.Measured, floor_ms: float) -> Row:
@@ -104,7 +111,7 @@ def _beside_the_store(case: restores.Case, ours: restores.Measured, floor_ms: fl
     return larger_is_better(
         f"retrieve, restart, {case.name} ({ours.bytes / 1e6:,.0f} MB)",
         "MB/s",
-        ours.retrieve_mb_s(ours.restart_ms, floor_ms),
+        ours.retrieve_mb_s(ours.restart_ms.middle, floor_ms),
         other=ours.store_alone_mb_s,
         other_name="our store alone",
         goal=">= 0.7x",
@@ -206,9 +213,16 @@ def main() -> int:
         default=",".join(contenders.NAMES),
         help=f"of {', '.join(contenders.NAMES)}; ours is compared with the others",
     )
+    sizes = ", ".join(case.name for case in restores.CASES)
+    parser.add_argument("--cases", default="", help=f"of the restores: {sizes}; all of them")
     options = parser.parse_args()
     names = options.contenders.split(",")
-    measures = {"restores": restore_rows, "overhead": overhead_rows, "pressure": pressure_rows}
+    cases = [name for name in options.cases.split(",") if name]
+
+    def some_restores(arena: contenders.Arena, names: Sequence[str]) -> list[Row]:
+        return restore_rows(arena, names, cases)
+
+    measures = {"restores": some_restores, "overhead": overhead_rows, "pressure": pressure_rows}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, contenders.Arena(Path(folder)) as arena:
         for part in options.only.split(","):

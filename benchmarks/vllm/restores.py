@@ -1,24 +1,32 @@
 """Resume TTFT, and bytes a second into the store and out of it, end to end.
 
-The same prompts go through each contender. Measured at the engine:
+The same prompts go through each contender. Engines of all contenders stand side by side, and take
+turns prompt by prompt, each time in another order: what else the machine does falls on all of them.
+Measured at the engine:
 
     cold       TTFT with nothing cached
     resident   TTFT when the KV stands in the engine's own pool: the floor of every restore
     evicted    TTFT after the engine's pool was emptied; the contender's host memory is warm
     restart    TTFT in a fresh engine process; disk (lmcache: its server's DRAM)
 
-A rate is bytes over the time a restore adds to the floor: what a user gets, lookup included. Beside
-it stands what the store alone gives: the same records read and verified, by as many threads in
-bites of the same size, with no engine in the process.
+A number is the median over the prompts, beside its middle half; the engine's CPU stands beside the
+wall. A rate is bytes over the time a restore adds to the floor: what a user gets, lookup included.
+Beside it stands what the store alone gives: the same records read and verified, by as many threads
+in bites of the same size, with no engine in the process.
 Storing: what it adds to a cold prefill of vLLM alone, and the time from the answer until all is
 stored (the engine idle, nothing more on its way to disk).
+
+Long sessions have 32k tokens, in a pool whose free blocks are in random order.
+Attention over so many takes minutes on two cores and is no part of what is compared: it is left out
+of every forward, so that their `cold` and vLLM alone are faster than they would be.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -30,41 +38,82 @@ from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.format.model import ReadHit, Want
 from tests.support.vllm import tiny
 from tests.support.vllm.fleet import VllmWorker
+from tests.support.vllm.wire import Answer
 
 SETTLE_S = 60.0
+BLOCK_TOKENS = 32
+"""The least that vLLM's CPU kernels take, and the harness's default."""
 BITE_BYTES, READERS = 16 << 20, 2
 """As the worker reads: engines.vllm.worker.BATCH_BYTES, settings.readers."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A size of restore: a model, a prompt length and a pool that holds one prompt."""
+    """A size of restore: a model, a prompt length, how many prompts, and a pool that holds two."""
 
     name: str
     family: str
     tokens: int
     repeats: int = 3
+    is_long: bool = False
 
 
 CASES = (
-    Case("small", "qwen3", 1_025, repeats=9),
-    Case("medium", "qwen3-wide", 1_025, repeats=5),
-    Case("large", "qwen3-wide", 4_097),
+    Case("small", "qwen3", 1_025, repeats=15),
+    Case("medium", "qwen3-wide", 1_025, repeats=9),
+    Case("large", "qwen3-wide", 4_097, repeats=5),
+    Case("32k thin", "qwen3-long-thin", 32_769, repeats=7, is_long=True),
+    Case("32k", "qwen3-long", 32_769, repeats=5, is_long=True),
+    Case("32k wide", "qwen3-long-wide", 32_769, is_long=True),
 )
 
 
+class Spread(msgspec.Struct, frozen=True):
+    """The median of some draws, and where their middle half lies."""
+
+    middle: float
+    low: float
+    high: float
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return self.low, self.high
+
+
+def _spread(draws: Sequence[float]) -> Spread:
+    ordered = sorted(draws)
+    last = len(ordered) - 1
+    return Spread(median(ordered), ordered[round(last * 0.25)], ordered[round(last * 0.75)])
+
+
+class Draws(msgspec.Struct):
+    """What one contender gave, prompt by prompt."""
+
+    cold_ms: list[float] = []
+    resident_ms: list[float] = []
+    evicted_ms: list[float] = []
+    restart_ms: list[float] = []
+    evicted_cpu_ms: list[float] = []
+    restart_cpu_ms: list[float] = []
+    evicted_cached: list[float] = []
+    restart_cached: list[float] = []
+    store_s: list[float] = []
+    store_cpu_s: list[float] = []
+
+
 class Measured(msgspec.Struct):
-    """Medians over a case's prompts."""
+    """A contender's numbers over a case's prompts; `bytes` is the KV that a restart brought."""
 
     cold_ms: float
     resident_ms: float
-    evicted_ms: float
-    restart_ms: float
+    evicted_ms: Spread
+    restart_ms: Spread
+    evicted_cpu_ms: Spread
+    restart_cpu_ms: Spread
     evicted_cached: float
     restart_cached: float
     bytes: float
     store_s: float
     store_cpu_s: float
-    retrieve_cpu_s: float
     store_alone_mb_s: float = 0.0
 
     def retrieve_mb_s(self, ttft_ms: float, floor_ms: float) -> float:
@@ -76,55 +125,108 @@ class Measured(msgspec.Struct):
         return _rate(self.bytes, self.store_s + max(0.0, self.cold_ms - cold_ms) / 1e3)
 
 
-def measure(contender: Contender, case: Case, model: Path) -> Measured:
-    """Run a case through a contender."""
-    log = contender.data / "worker.log"
-    blocks = 2 * (case.tokens // 32) + 40
+def measure(contenders: Sequence[Contender], case: Case, model: Path) -> dict[str, Measured]:
+    """Run a case through all contenders, side by side."""
+    prompts = [tiny.prompt(case.tokens, seed=7000 + n) for n in range(case.repeats)]
+    draws = {contender.name: Draws() for contender in contenders}
+    with _running(contenders, case, model) as workers:
+        token_bytes = next(iter(workers.values())).hook("fill_kv_bytes")
+        for number, prompt in enumerate(prompts):
+            for contender in _in_turn(contenders, number):
+                worker = workers[contender.name]
+                _come_and_go(worker, contender, prompt, draws[contender.name])
+                _empty(worker, case, seed=number)
+        for worker in workers.values():
+            worker.shutdown()
+    with _running(contenders, case, model) as workers:
+        for number, prompt in enumerate(prompts):
+            for contender in _in_turn(contenders, number):
+                own = draws[contender.name]
+                answer, cpu_ms = _timed(workers[contender.name], prompt)
+                own.restart_ms.append(answer.ttft_s * 1e3)
+                own.restart_cpu_ms.append(cpu_ms)
+                own.restart_cached.append(answer.cached)
+                _settle(workers[contender.name])
+    return {
+        contender.name: _measured(draws[contender.name], contender, token_bytes)
+        for contender in contenders
+    }
+
+
+def _in_turn(contenders: Sequence[Contender], number: int) -> Sequence[Contender]:
+    first = number % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
+
+
+@contextmanager
+def _running(
+    contenders: Sequence[Contender], case: Case, model: Path
+) -> Iterator[dict[str, VllmWorker]]:
+    """A fresh engine of each contender, by name, that has answered once."""
     arguments = {
         "max_model_len": case.tokens + 255,
-        "num_gpu_blocks_override": blocks,
+        "num_gpu_blocks_override": 2 * (case.tokens // BLOCK_TOKENS) + 40,
         "max_num_batched_tokens": 2048,
         **tiny.ENGINE_ARGS.get(case.family, {}),
     }
-    prompts = [tiny.prompt(case.tokens, seed=7000 + n) for n in range(case.repeats)]
-    worker = contender.worker(model, log, **arguments)
-    worker.generate(tiny.prompt(64, seed=1), max_tokens=2)  # the first request warms kernels
-    token_bytes = worker.hook("fill_kv_bytes")
-    cold, resident, evicted, store_s, store_cpu_s = [], [], [], [], []
-    for prompt in prompts:
-        cold.append(worker.generate(prompt, max_tokens=1, top=0))
-        took_s, cpu_s = _stored(worker, contender)
-        store_s.append(took_s)
-        store_cpu_s.append(cpu_s)
-        resident.append(worker.generate(prompt, max_tokens=1, top=0))
-        _settle(worker)
-        worker.ask("reset")
-        evicted.append(worker.generate(prompt, max_tokens=1, top=0))
-        _settle(worker)
-        worker.ask("reset")
-    worker.shutdown()
-    worker = contender.worker(model, log, **arguments)
-    worker.generate(tiny.prompt(64, seed=1), max_tokens=2)
-    restarted, cpu_s = [], []
-    for prompt in prompts:
-        before = worker.ask("usage")["cpu_s"]
-        restarted.append(worker.generate(prompt, max_tokens=1, top=0))
-        cpu_s.append(worker.ask("usage")["cpu_s"] - before)
-        _settle(worker)
-    worker.kill()
+    with ExitStack() as stack:
+        workers = {}
+        for contender in contenders:
+            worker = contender.worker(model, contender.data / "worker.log", **arguments)
+            stack.callback(worker.kill)
+            if case.is_long:
+                worker.hook("skip_attention")
+            worker.generate(tiny.prompt(64, seed=1), max_tokens=2)  # the first one warms kernels
+            _empty(worker, case, seed=-1)
+            workers[contender.name] = worker
+        yield workers
+
+
+def _come_and_go(worker: VllmWorker, contender: Contender, prompt: list[int], own: Draws) -> None:
+    """A prompt's first life: computed, asked again, evicted, brought back."""
+    own.cold_ms.append(worker.generate(prompt, max_tokens=1, top=0).ttft_s * 1e3)
+    took_s, cpu_s = _stored(worker, contender)
+    own.store_s.append(took_s)
+    own.store_cpu_s.append(cpu_s)
+    own.resident_ms.append(worker.generate(prompt, max_tokens=1, top=0).ttft_s * 1e3)
+    _settle(worker)
+    worker.ask("reset")
+    answer, cpu_ms = _timed(worker, prompt)
+    own.evicted_ms.append(answer.ttft_s * 1e3)
+    own.evicted_cpu_ms.append(cpu_ms)
+    own.evicted_cached.append(answer.cached)
+
+
+def _empty(worker: VllmWorker, case: Case, *, seed: int) -> None:
+    """Forget what the engine's pool holds; of a long case its blocks are scattered then."""
+    _settle(worker)
+    worker.ask("reset")
+    if case.is_long:
+        worker.hook("scatter_free_blocks", seed=seed)
+
+
+def _timed(worker: VllmWorker, prompt: list[int]) -> tuple[Answer, float]:
+    """An answer of one token, and the CPU milliseconds that the engine's process took for it."""
+    before = worker.hook("cpu_s")
+    answer = worker.generate(prompt, max_tokens=1, top=0)
+    return answer, (worker.hook("cpu_s") - before) * 1e3
+
+
+def _measured(own: Draws, contender: Contender, token_bytes: int) -> Measured:
     store = contender.data / "store"
     return Measured(
         store_alone_mb_s=store_alone_mb_s(store) if store.exists() else 0.0,
-        cold_ms=median(a.ttft_s for a in cold) * 1e3,
-        resident_ms=median(a.ttft_s for a in resident) * 1e3,
-        evicted_ms=median(a.ttft_s for a in evicted) * 1e3,
-        restart_ms=median(a.ttft_s for a in restarted) * 1e3,
-        evicted_cached=median(a.cached for a in evicted),
-        restart_cached=median(a.cached for a in restarted),
-        bytes=token_bytes * median(a.cached for a in restarted),
-        store_s=median(store_s),
-        store_cpu_s=median(store_cpu_s),
-        retrieve_cpu_s=median(cpu_s),
+        cold_ms=median(own.cold_ms),
+        resident_ms=median(own.resident_ms),
+        evicted_ms=_spread(own.evicted_ms),
+        restart_ms=_spread(own.restart_ms),
+        evicted_cpu_ms=_spread(own.evicted_cpu_ms),
+        restart_cpu_ms=_spread(own.restart_cpu_ms),
+        evicted_cached=median(own.evicted_cached),
+        restart_cached=median(own.restart_cached),
+        bytes=token_bytes * median(own.restart_cached),
+        store_s=median(own.store_s),
+        store_cpu_s=median(own.store_cpu_s),
     )
 
 

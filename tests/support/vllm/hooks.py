@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import inspect
+import random
 import time
 import types
 from collections import Counter
@@ -111,6 +112,26 @@ def fill_kv_bytes(worker: Any) -> int:
         if type(spec).__name__ in ("FullAttentionSpec", "MLAAttentionSpec"):
             total += len(group.layer_names) * spec.page_size_bytes // spec.block_size
     return total
+
+
+def scatter_free_blocks(worker: Any, *, seed: int) -> None:
+    """Take all free blocks of the engine's pool and free them in a random order, as sessions that
+    came and went side by side leave them: no block follows another."""
+    pool = worker.scheduler.kv_cache_manager.block_pool
+    blocks = pool.get_new_blocks(pool.get_num_free_blocks())
+    random.Random(seed).shuffle(blocks)
+    pool.free_blocks(blocks)
+
+
+def skip_attention(worker: Any) -> None:
+    """From here on, attention gives zeros, at once: 32k tokens are filled in a second or two. KV is
+    written, stored and read as ever, of made-up values."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    def zeros(*, output: torch.Tensor, **_: Any) -> None:
+        output.zero_()
+
+    cpu_attn.ops.cpu_attention_with_kv_cache = zeros
 
 
 def connector_status(worker: Any) -> Any:
@@ -390,6 +411,11 @@ def name_of(worker: Any, *, model: str, engine_args: dict[str, Any]) -> str:
 def _double_epsilon(config: Any) -> Any:
     config.rms_norm_eps = 2 * getattr(config, "rms_norm_eps", 0.0)  # vLLM tries it on a bare one
     return config
+
+
+def cpu_s(worker: Any) -> float:
+    """The CPU seconds that the worker's process has taken, all threads."""
+    return time.process_time()
 
 
 def clock_s(worker: Any) -> float:

@@ -45,6 +45,21 @@ def _qwen3_wide() -> Any:
     return qwen3(num_hidden_layers=8, num_key_value_heads=8, num_attention_heads=8, head_dim=128)
 
 
+def _qwen3_long(**changes: Any) -> Any:
+    """2 KiB of KV a token, and positions for 32k of them."""
+    return qwen3(max_position_embeddings=65_536, **changes)
+
+
+def _qwen3_long_thin() -> Any:
+    """A quarter of a KiB of KV a token."""
+    return _qwen3_long(num_hidden_layers=1, num_key_value_heads=1)
+
+
+def _qwen3_long_wide() -> Any:
+    """8 KiB of KV a token: restores of 268 MB from 32k tokens."""
+    return _qwen3_long(num_key_value_heads=4, head_dim=64)
+
+
 def _gemma3() -> Any:
     """Four sliding layers and two full ones: three KV groups in vLLM."""
     from transformers import Gemma3TextConfig
@@ -192,6 +207,9 @@ def _ernie() -> Any:
 FAMILIES: Mapping[str, Callable[[], Any]] = {
     "qwen3": qwen3,
     "qwen3-wide": _qwen3_wide,
+    "qwen3-long": _qwen3_long,
+    "qwen3-long-thin": _qwen3_long_thin,
+    "qwen3-long-wide": _qwen3_long_wide,
     "gemma3": _gemma3,
     "mistral": _mistral,
     "llama4": _llama4,
