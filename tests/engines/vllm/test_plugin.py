@@ -51,6 +51,7 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
     assert (read.problems, read.status is not None) == ((), True)
     unit, load, profile = told["unit"], told["load"], told["profile"]
     assert (unit["worker"], unit["rank"]) == ("w1", 0)
+    assert told["ranks"] == {"data_parallel": 1, "pipeline": 2, "tensor": 4}
     assert load["pending_prefill_tokens"] == 250
     assert (load["running_sequences"], load["waiting_sequences"]) == (1, 1)
     memory = [load[f"kv_bytes_{part}"] for part in ("free", "evictable", "total")]

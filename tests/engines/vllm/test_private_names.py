@@ -45,6 +45,9 @@ NAMES = {
     "the depth of a target": "vllm.config ModelConfig.get_total_num_hidden_layers",
     "platform": "vllm.platforms current_platform",
     "CPU kernels": "vllm._custom_ops cpu_attn_reshape_and_cache",
+    "a worker's stage": "vllm.distributed get_pp_group",
+    "layers of a stage": "vllm.distributed.utils get_pp_indices",
+    "all layers": "vllm.config.model ModelConfig.get_total_num_hidden_layers",
     "which CPU kernels": "vllm.v1.attention.backends.cpu_attn _get_attn_isa",
 }
 """By what we need it for: a module, and a name in it. 0.30 to 0.32 have them all."""

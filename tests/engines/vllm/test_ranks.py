@@ -39,9 +39,34 @@ def test_no_two_arrangements_share_a_directory() -> None:
     found = [
         shard
         for index in (0, 1)
+        for stages in (1, 2, 4)
         for size in (1, 2, 4)
         for shard in Ranks.of(
-            parallel(data_parallel_index=index, tensor_parallel_size=size)
+            parallel(
+                data_parallel_index=index,
+                pipeline_parallel_size=stages,
+                tensor_parallel_size=size,
+            )
         ).shards(STORE)
     ]
-    assert len(found) == len(set(found)) == 2 * (1 + 2 + 4)
+    assert len(found) == len(set(found)) == 2 * (1 + 2 + 4) * (1 + 2 + 4)
+
+
+def test_a_stages_ranks_are_below_it() -> None:
+    ranks = Ranks(data_parallel=1, tensor=2, stages=2)
+    assert ranks.workers == len(ranks.shards(STORE)) == 4
+    assert ranks.shard(STORE, 1, 0) == STORE / "dp-1" / "stage-1-of-2" / "shard-0-of-2"
+    assert Ranks(data_parallel=0, tensor=1, stages=2).shard(STORE, 1, 0) == STORE / "stage-1-of-2"
+
+
+def test_what_other_arrangements_have_stored_is_seen(tmp_path: Path) -> None:
+    """Every other arrangement sees it, and none sees its own or a sibling's."""
+    arrangements = [Ranks(0, tensor, stages) for tensor in (1, 2, 4) for stages in (1, 2, 4)]
+    assert arrangements[0].others(tmp_path) == []
+    for ranks in arrangements:
+        for shard in ranks.shards(tmp_path):
+            (shard / "segments").mkdir(parents=True)
+    for ranks in arrangements:
+        assert {*ranks.others(tmp_path)} == {*arrangements} - {ranks}
+        assert len(ranks.others(tmp_path)) == len(arrangements) - 1
+    assert Ranks(1, 1).others(tmp_path) == []

@@ -107,7 +107,8 @@ class Server:
         transfer = SimpleNamespace(
             kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children}
         )
-        args = Namespace(kv_transfer_config=transfer)
+        sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 4}
+        args = Namespace(kv_transfer_config=transfer, **sizes)
         asyncio.run(init_endpoint_plugins_state(None, self.app.state, args))
 
     def ask(self, path: str, body: object = None) -> tuple[int, object]:

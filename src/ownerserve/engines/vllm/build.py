@@ -16,6 +16,7 @@ import msgspec
 from ownerserve.engines.vllm import compat, identity
 from ownerserve.engines.vllm.layout import shape
 from ownerserve.engines.vllm.layout.codec import PageCodec
+from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.ranks import Ranks
 from ownerserve.engines.vllm.replay import rules
 from ownerserve.engines.vllm.replay.padding import SlotPadding
@@ -34,10 +35,11 @@ from ownerserve.engines.vllm.served import NotServed, check_config, check_parall
 from ownerserve.engines.vllm.settings import ConnectorSettings, decode
 from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.turns.prompts import Prompts
+from ownerserve.engines.vllm.worker_side.stage import Stage
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.frame import CONV, DENSE, FORMAT, RECURRENT, WINDOW
+from ownerserve.kv.frame import CONV, DENSE, FORMAT, RECURRENT, WINDOW, PayloadPart
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import Identity
@@ -50,7 +52,7 @@ from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.operations import Operations
-from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.records import RecordNames, descriptors
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
@@ -89,8 +91,6 @@ class ConnectorParts:
                 f"{transfer.kv_load_failure_policy!r} fails a request whose state can't be read",
                 'set "kv_load_failure_policy": "recompute" in --kv-transfer-config',
             )
-        if (stages := parallel.pipeline_parallel_size) != 1:
-            raise InvalidInput("pipeline_parallel_size", f"{stages}", "use 1")
         self.config = vllm_config
         self.kv_cache_config = kv_cache_config
         self.ranks = Ranks.of(parallel)
@@ -105,6 +105,7 @@ class ConnectorParts:
                 block_tokens=self.settings.block_tokens,
                 packed_by=compat.packed_by(vllm_config),
                 drafts=self._left_out(),
+                stage_layers=compat.stage_layers(vllm_config) if self.ranks.stages > 1 else (),
             )
         except NotServed as error:
             self.not_served, self.shape = str(error), shape.nothing(kv_cache_config)
@@ -140,7 +141,7 @@ class ConnectorParts:
         """`replays` are those of this engine core; without a planner where it can do none."""
         lengths = ReplayLengths()
         if not rules.is_asked(self.config):
-            return Replays(lengths, None, workers=self.ranks.tensor)
+            return Replays(lengths, None, workers=self.ranks.workers)
         groups = self.kv_cache_config.kv_cache_groups
         stages = int(self.config.parallel_config.pipeline_parallel_size)
         why = rules.why_off(self.config, self.kv_cache_config, has_hooks=compat.has_replay_hooks())
@@ -155,10 +156,10 @@ class ConnectorParts:
         )
         if why is not None:
             log.warning("nothing is replayed: %s", why)
-            return Replays(lengths, None, workers=self.ranks.tensor)
+            return Replays(lengths, None, workers=self.ranks.workers)
         model = msgspec.structs.replace(self.shape.model_state(), exact_replay_tokens=lengths.reach)
         planner = Planner(model, replaying_windows(self.abilities()))
-        return Replays(lengths, planner, workers=self.ranks.tensor)
+        return Replays(lengths, planner, workers=self.ranks.workers)
 
     @cached_property
     def device(self) -> EngineDevice:
@@ -167,8 +168,13 @@ class ConnectorParts:
 
     def names(self, name: Identity) -> RecordNames:
         """Return the names of records whose identity is `name`."""
-        parts = {section.name: section.parts for section in self.shape.payload.sections}
-        return RecordNames(name, self.layout, engine=FORMAT, blocks=self.record_blocks, parts=parts)
+        return RecordNames(
+            name,
+            self.layout,
+            engine=FORMAT,
+            blocks=self.record_blocks,
+            parts=arrays_of(self.shape),
+        )
 
     def state(self, name: Identity) -> HostedNodeState:
         """Make a node whose records bear `name`."""
@@ -222,6 +228,13 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
         log.warning("state is neither kept nor restored: %s", parts.not_served or why)
     components = ", ".join(parts.shape.components)
     log.info("OwnerServe: blocks of %d tokens, %s", parts.layout.block_tokens, components)
+    for other in parts.ranks.others(parts.store):
+        log.warning(
+            "what %d pipeline stages of %d tensor-parallel ranks have stored in %s is not found by "
+            "%d of %d: it is not converted. Remove it, or start with as many",
+            *(other.stages, other.tensor, parts.home),
+            *(parts.ranks.stages, parts.ranks.tensor),
+        )
     lookup = StoreLookup(parts.ranks.shards(parts.store)[0])
     unit, kept = unit_of(parts), holding(parts)
     sessions = SessionsHere(ownership(parts, unit, kept.inventory) if why is None else None)
@@ -254,7 +267,7 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
         sessions=sessions,
         tenants=Tenants.of(parts.home),
         replays=parts.replays,
-        workers=parts.ranks.tensor,
+        workers=parts.ranks.workers,
         step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
         bypassed=why,
     )
@@ -364,7 +377,6 @@ def slot_padding(parts: ConnectorParts) -> SlotPadding | None:
 
 def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
     """Make the worker's side of one rank, once its caches exist."""
-    rank = compat.tensor_rank()
     first = next(iter(kv_caches.values()))
     device = (first if hasattr(first, "device") else first[0]).device
     if device.type == "cpu":
@@ -391,8 +403,30 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
         transposed=[name for name, swapped in lies_swapped.items() if swapped],
         staging_bytes=parts.settings.staging_bytes,
     )
-    directory = parts.ranks.shard(parts.store, rank)
+    stage = compat.pipeline_stage() if parts.ranks.stages > 1 else 0
+    directory = parts.ranks.shard(parts.store, stage, compat.tensor_rank())
     cache_bytes, cuda = parts.settings.host_cache_bytes, host_runtime(device)
     buffer_bytes = parts.settings.buffer_bytes
     backing = open_backing(directory, cache_bytes, cuda=cuda, buffer_bytes=buffer_bytes)
-    return WorkerSide(backing, codec, stream_of(device), readers=parts.settings.readers)
+    return WorkerSide(
+        backing,
+        codec,
+        stream_of(device),
+        readers=parts.settings.readers,
+        stage=stage_of(parts) if parts.ranks.stages > 1 else None,
+        rank=str(directory.relative_to(parts.home)) if parts.ranks.workers > 1 else "",
+    )
+
+
+def stage_of(parts: ConnectorParts) -> Stage:
+    """Return what this worker's pipeline stage keeps, and how its records are described."""
+    shape = parts.shape
+    return Stage(
+        descriptors(shape.layout(), arrays_of(shape), form=FORMAT),
+        {name: len(at.groups) for name, at in shape.components.items()},
+    )
+
+
+def arrays_of(shape: StateShape) -> dict[str, tuple[PayloadPart, ...]]:
+    """Return the arrays in a unit of each component."""
+    return {section.name: section.parts for section in shape.payload.sections}

@@ -121,8 +121,10 @@ def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
 
 def group_spec(group: Any) -> Any:
     """Return the spec that a scheduler has of a KV cache group: of unlike layers, the first
-    one's."""
-    return next(spec for _, spec in layer_specs(group))
+    one's. A pipeline stage has groups of which it keeps no layer."""
+    spec = group.kv_cache_spec
+    own = next((spec for _, spec in layer_specs(group)), None)
+    return own or next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
 NO_KV_OF_ITS_OWN = ("ngram", "ngram_gpu", "suffix", "medusa")
@@ -145,6 +147,8 @@ def draft_layers(vllm_config: Any, groups: Sequence[Any]) -> frozenset[str]:
     method = "ngram" if speculative is None else str(speculative.method)
     if method in NO_KV_OF_ITS_OWN:
         return frozenset()
+    if int(vllm_config.parallel_config.pipeline_parallel_size) > 1:
+        raise NotServed("speculative_config", "drafts on one stage of several", "use one stage")
     names = [name for group in groups for name in group.layer_names]
     named = {name for name in names if name.split(".")[0] in (DRAFT_MODEL, MTP)}
     if method == DRAFT_MODEL and named:
@@ -199,6 +203,23 @@ def tensor_rank() -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
+
+
+def pipeline_stage() -> int:
+    """Return this worker's pipeline stage."""
+    from vllm.distributed import get_pp_group
+
+    return int(get_pp_group().rank_in_group)
+
+
+def stage_layers(vllm_config: Any) -> tuple[int, ...]:
+    """Return how many of the model's layers each pipeline stage has."""
+    from vllm.distributed.utils import get_pp_indices
+
+    stages = int(vllm_config.parallel_config.pipeline_parallel_size)
+    layers = int(vllm_config.model_config.get_total_num_hidden_layers())
+    ends = [get_pp_indices(layers, stage, stages) for stage in range(stages)]
+    return tuple(end - start for start, end in ends)
 
 
 def block_tables(scheduler_output: Any, cache_manager: Any, request_id: str) -> Tables:

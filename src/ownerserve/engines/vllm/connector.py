@@ -91,11 +91,15 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     # -- worker --------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        parts = self._parts
         try:
-            self._worker = worker_side(self._parts, kv_caches)
+            if parts.not_served and parts.ranks.stages > 1:
+                # Of a pipeline the scheduler knows the first stage alone.
+                raise InvalidInput("pipeline stage", parts.not_served, "use fewer stages")
+            self._worker = worker_side(parts, kv_caches)
         except InvalidInput as error:
             self._worker = UnableWorker(str(error))
-        self._padding = slot_padding(self._parts)
+        self._padding = slot_padding(parts)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Do nothing: blocks that are still to be copied have a reference of ours."""

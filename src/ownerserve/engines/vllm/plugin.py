@@ -215,6 +215,26 @@ class ReleaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session_id: SessionId
 
 
+class RanksStatement(msgspec.Struct, frozen=True, kw_only=True):
+    """A ranks' statement tells how many ranks of each kind share the work of this server."""
+
+    data_parallel: int
+    pipeline: int
+    tensor: int
+
+    @classmethod
+    def of(cls, args: Namespace) -> RanksStatement:
+        """Read the server's arguments."""
+        names = {name: f"{name}_parallel_size" for name in cls.__struct_fields__}
+        return cls(**{name: int(getattr(args, at, None) or 1) for name, at in names.items()})
+
+
+class VllmStatus(WorkerStatus, frozen=True, kw_only=True):
+    """A `VllmStatus` is the record of kv.wire.status with what only vLLM's workers add."""
+
+    ranks: RanksStatement
+
+
 class OwnerServeEndpoints:
     """`OwnerServeEndpoints` is the endpoint plug-in; vLLM makes one for each API server process."""
 
@@ -224,6 +244,7 @@ class OwnerServeEndpoints:
     def __init__(self) -> None:
         self._cores: dict[int, CoreLine] = {}
         self._state: Any = None
+        self._ranks = RanksStatement(data_parallel=1, pipeline=1, tensor=1)
 
     def attach_router(self, app: Any) -> None:
         """Add the routes to vLLM's FastAPI application."""
@@ -235,7 +256,7 @@ class OwnerServeEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Remember where this engine's store is, and who knows which models it serves."""
-        self._state = state
+        self._state, self._ranks = state, RanksStatement.of(args)
         for former in self._cores.values():
             former.close()
         transfer = getattr(args, "kv_transfer_config", None)
@@ -305,7 +326,8 @@ class OwnerServeEndpoints:
         if isinstance(answer, Reject):
             return _json(429, answer)
         if isinstance(answer, StatusIs) and answer.profile is not None:
-            return _json(200, _status(answer.status, answer.profile, self._served()))
+            record = _status(answer.status, answer.profile, self._served(), ranks=self._ranks)
+            return _json(200, record)
         if isinstance(answer, PageIs):
             return _json(200, answer.page)
         return _json(200, answer)
@@ -334,11 +356,22 @@ def ask(store: Path, request: RpcRequest) -> Said:
         client.close()
 
 
-def _status(load: WorkerLoad, profile: ProfileStatement, served: tuple[str, ...]) -> WorkerStatus:
+def _status(
+    load: WorkerLoad,
+    profile: ProfileStatement,
+    served: tuple[str, ...],
+    *,
+    ranks: RanksStatement,
+) -> VllmStatus:
     """Return the record, with the names by which the API server knows its models."""
     if served:
         profile = msgspec.structs.replace(profile, models=served)
-    return WorkerStatus(unit=unit_statement(load.unit), load=load_statement(load), profile=profile)
+    return VllmStatus(
+        unit=unit_statement(load.unit),
+        load=load_statement(load),
+        profile=profile,
+        ranks=ranks,
+    )
 
 
 def _json(status: int, body: Any) -> Response:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from ownerserve.engines.vllm.scheduler_side.late_turns import UNSAVED_LEVELS
+from ownerserve.engines.vllm.worker_commands import STORED_BY
 
 if TYPE_CHECKING:
     from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
@@ -63,6 +64,11 @@ class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
             documentation="Bytes of KV loaded from the store, stored, and given up unsaved",
             labelnames=[*labelnames, "direction"],
         )
+        self._by_rank = self._counter_cls(
+            name="ownerserve_vllm_rank_stored_bytes",
+            documentation="Bytes of KV stored by each rank of the engine core, if it has several",
+            labelnames=[*labelnames, "rank"],
+        )
         self._tokens = self._counter_cls(
             name="ownerserve_vllm_tokens",
             documentation="Tokens that sessions had lost, and whose KV was given up unsaved",
@@ -79,6 +85,8 @@ class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, number in transfer_stats_data.items():
             if name in UNSAVED_LEVELS:
                 self._unsaved.labels(*labels, name.removeprefix("unsaved_")).set(number)
+            elif name.startswith(STORED_BY):
+                self._by_rank.labels(*labels, name.removeprefix(STORED_BY)).inc(number)
             elif name.endswith("_tokens"):
                 self._tokens.labels(*labels, name.removesuffix("_tokens")).inc(number)
             elif name.endswith("_bytes"):

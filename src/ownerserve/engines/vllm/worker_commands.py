@@ -17,6 +17,10 @@ Tables = Sequence[Sequence[int]]
 """A request's block ids, one list a KV group; 0 is vLLM's null block."""
 
 
+STORED_BY = "stored_by:"
+"""Stands before the name of a rank where the bytes that it has stored are counted."""
+
+
 class BlockPlace(msgspec.Struct, frozen=True):
     """A `BlockPlace` is the place of tokens [start, end) of one component: for each KV group that
     holds layers of it, the ids of the blocks from the one with token `start` on; -1: not to be
@@ -79,7 +83,8 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
 
     `copied` operations need their blocks no more; `kept` are durable; `lost`: what the store of
     each worker gave up; `can_pad`: whether each that says so for the first time can keep rows from
-    being written; `unable`: why a worker can read and write no pages at all.
+    being written; `unable`: why a worker can read and write no pages at all; `by_rank`: the stored
+    bytes again, by the name of the rank, where there are several.
     """
 
     loads: tuple[LoadResult, ...] = ()
@@ -90,6 +95,7 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
     lost: tuple[RecordsLost, ...] = ()
     can_pad: tuple[bool, ...] = ()
     unable: tuple[str, ...] = ()
+    by_rank: tuple[tuple[str, int], ...] = ()
 
     def joined(self, other: WorkerStepReport) -> WorkerStepReport:
         """Return the reports of two workers as one: an operation stands in it once for each."""
@@ -102,6 +108,7 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
             lost=self.lost + other.lost,
             can_pad=self.can_pad + other.can_pad,
             unable=self.unable + other.unable,
+            by_rank=self.by_rank + other.by_rank,
         )
 
     @property

@@ -13,7 +13,7 @@ and of a group only what scheduler and workers both have, so that both come to t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -196,11 +196,8 @@ class _Group(msgspec.Struct, frozen=True):
     spec: Any
     names: tuple[str, ...]
     is_packed: bool
-
-    @property
-    def is_drafts(self) -> bool:
-        """`is_drafts` tells whether no layer of the group is the target's."""
-        return not self.names
+    is_drafts: bool = False
+    """Whether all its layers are a drafter's, none the target's."""
 
     @property
     def block_tokens(self) -> int:
@@ -219,31 +216,41 @@ def describe(
     block_tokens: int = 0,
     packed_by: str = "",
     drafts: Collection[str] = (),
+    stage_layers: Sequence[int] = (),
 ) -> StateShape:
     """Return the state of the model that vLLM's KV cache groups describe. Raises NotServed for a
     model whose state can't be kept, InvalidInput for a `block_tokens` that does not fit it.
 
     `packed_by` names whose bytes are in pages without a canonical payload (compat.packed_by).
     `drafts` are layers of a drafter, which are no state of the model (compat.draft_layers).
+
+    Of a pipeline, the configuration has one stage's layers: a scheduler's the first one's. Its
+    groups are all stages' alike. `stage_layers` counts the layers of each; every stage has to keep
+    something of each component, so that a place means the same to all of them.
     """
     pages = packed.pages_of(kv_cache_config)
-    everything = _groups(kv_cache_config, pages, drafts)
+    everything = _groups(kv_cache_config, pages, drafts, stages=max(1, len(stage_layers)))
     groups = [group for group in everything if not group.is_drafts]
     if not groups:
         raise NotServed("model", "keeps no KV", "serve it without a KV connector")
     block = _block_tokens(everything, block_tokens)
     plain = [layer for group in groups if not group.is_packed for layer in group.layers()]
     layers = sorted(plain, key=lambda layer: layer.index)
-    components = _canonical(layers, block)
+    components = _canonical(groups, layers, block)
     opaque = [group for group in groups if group.is_packed]
-    for name in dict.fromkeys(PAGES_OF[group.kind] for group in opaque):
+    for name in dict.fromkeys(PAGES_OF[group.kind] for group in opaque if group.names):
         own = [group for group in opaque if PAGES_OF[group.kind] == name]
         components[name] = _packed(name, own, pages, block)
+    for group in groups:
+        missing = [name for name in _sections_of(group) if name not in components]
+        if missing:
+            problem = f"a pipeline stage has no layer with {missing[0]}"
+            raise NotServed("pipeline_parallel_size", problem, "use fewer stages")
     windows = {int(layer.spec.sliding_window) for layer in layers if layer.kind[:7] == "sliding"}
     meanings = [packed.meaning(g.spec, g.names, packed_by=packed_by) for g in opaque]
     payload = Payload(
         block_tokens=block,
-        kinds=(*(layer.kind for layer in layers), *meanings),
+        kinds=(*(layer.kind for layer in layers), *meanings, *_elsewhere(stage_layers)),
         sections=tuple(at.section for at in components.values()),
         window_tokens=max(windows, default=0),
     )
@@ -258,7 +265,7 @@ def describe(
 
 def nothing(kv_cache_config: Any) -> StateShape:
     """Return the shape of a model of which nothing is kept: its groups, and no component."""
-    groups = [compat.group_spec(at) for at in kv_cache_config.kv_cache_groups if at.layer_names]
+    groups = [compat.group_spec(at) for at in kv_cache_config.kv_cache_groups]
     sizes = tuple(int(getattr(spec, "block_size", LEAST_BLOCK_TOKENS)) for spec in groups)
     block = math.lcm(*sizes) if sizes else LEAST_BLOCK_TOKENS
     windows = tuple(int(getattr(spec, "sliding_window", 0) or 0) for spec in groups)
@@ -272,13 +279,26 @@ def _tokens_back(group: _Group) -> int:
     return int(getattr(group.spec, "sliding_window", 0) or 0)
 
 
-def _canonical(layers: Sequence[_Layer], block: int) -> dict[str, ComponentMap]:
+def _elsewhere(stage_layers: Sequence[int]) -> Iterator[str]:
+    """Yield a name for each layer of the stages after the first: which stage has it. Who cuts a
+    model elsewhere has other state at each stage."""
+    for stage, layers in enumerate(stage_layers):
+        yield from [f"stage {stage} of {len(stage_layers)}"] * layers if stage else []
+
+
+def _sections_of(group: _Group) -> tuple[str, ...]:
+    return (PAGES_OF[group.kind],) if group.is_packed else SECTIONS_OF[group.kind]
+
+
+def _canonical(
+    all_groups: Sequence[_Group], layers: Sequence[_Layer], block: int
+) -> dict[str, ComponentMap]:
     names = dict.fromkeys(name for layer in layers for name in SECTIONS_OF[layer.kind])
     components = {}
     for name in names:
         own = [layer for layer in layers if name in SECTIONS_OF[layer.kind]]
-        groups = tuple(sorted({layer.group for layer in own}))
-        sizes = {layer.group: int(layer.spec.block_size) for layer in own}
+        sizes = {at.index: at.block_tokens for at in all_groups if name in _sections_of(at)}
+        groups = tuple(sorted(sizes))
         components[name] = ComponentMap(
             section=PayloadSection(name, _parts(name, own, block)),
             groups=groups,
@@ -320,25 +340,26 @@ def _packed(
 
 
 def _groups(
-    kv_cache_config: Any, pages: dict[str, LayerPages], drafts: Collection[str]
+    kv_cache_config: Any, pages: dict[str, LayerPages], drafts: Collection[str], *, stages: int
 ) -> list[_Group]:
     found = []
     for index, at in enumerate(kv_cache_config.kv_cache_groups):
-        if not at.layer_names:
-            continue
-        spec = next((s for name, s in compat.layer_specs(at) if name not in drafts), None)
-        if spec is None:
-            spec = compat.group_spec(at)
-            known = KIND_OF.get(type(spec).__name__, "")
-            found.append(_Group(index, known, spec, names=(), is_packed=True))
-            continue
+        if stages == 1 and not at.layer_names:
+            continue  # layers that keep nothing
+        own = (s for name, s in compat.layer_specs(at) if name not in drafts)
+        spec = next(own, None) or compat.group_spec(at)
         names = tuple(name for name in at.layer_names if name not in drafts)
+        if at.layer_names and not names:
+            known = KIND_OF.get(type(spec).__name__, "")
+            found.append(_Group(index, known, spec, (), is_packed=True, is_drafts=True))
+            continue
         kind = KIND_OF.get(type(spec).__name__)
-        reason = f"{type(spec).__name__} of {names[0]} has no canonical payload"
+        first = names[0] if names else f"group {index}"
+        reason = f"{type(spec).__name__} of {first} has no canonical payload"
         if getattr(spec, "bounded_replay", False):
-            reason, kind = f"{names[0]} is rebuilt by computing its window again", None
+            reason, kind = f"{first} is rebuilt by computing its window again", None
         elif getattr(at, "host_resident", False):
-            reason, kind = f"{names[0]} is in host memory (HiSparse)", None
+            reason, kind = f"{first} is in host memory (HiSparse)", None
         if kind is None:
             raise NotServed("kv cache", reason, "serve this model without this connector")
         if kind == "linear_attention" and spec.mamba_cache_mode != "align":

@@ -47,6 +47,7 @@ from ownerserve.engines.vllm.turns.turn import (
     session_of,
 )
 from ownerserve.engines.vllm.worker_commands import (
+    STORED_BY,
     LoadInto,
     LoadResult,
     SaveCommand,
@@ -327,6 +328,8 @@ class SchedulerSide:
                 self._holding.lost(lost)
             self._tell_left()
             self._counts["stored_bytes"] += report.stored_bytes
+            for rank, stored in report.by_rank:
+                self._counts[f"{STORED_BY}{rank}"] += stored
             if report.unable:
                 self._unable(report.unable[0])
             if report.can_pad:

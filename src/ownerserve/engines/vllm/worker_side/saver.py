@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import queue
+from collections.abc import Sequence
 from threading import Condition, Thread
 from typing import Any
 
@@ -94,6 +95,13 @@ class Saver:
                 return
         for save in saves:
             self._ordered.put((save, ready))
+
+    def refuse(self, saves: Sequence[SaveCommand]) -> None:
+        """Tell of saves that can't be made here: their blocks are free, and nothing is kept."""
+        operation_ids = [save.operation_id for save in saves]
+        with self._changed:
+            self._report.copied += operation_ids
+            self._report.not_kept += operation_ids
 
     @property
     def is_busy(self) -> bool:

@@ -32,6 +32,7 @@ from ownerserve.engines.vllm.worker_commands import (
 )
 from ownerserve.engines.vllm.worker_side.readers import Readers
 from ownerserve.engines.vllm.worker_side.saver import Saver
+from ownerserve.engines.vllm.worker_side.stage import Stage
 from ownerserve.engines.vllm.worker_side.streams import CopyStream
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.node.storage.backing import Backing
@@ -83,14 +84,23 @@ class WorkerSide:
     """A `WorkerSide` is the worker's side of one rank."""
 
     def __init__(
-        self, backing: Backing | None, codec: PageCodec, stream: CopyStream, *, readers: int
+        self,
+        backing: Backing | None,
+        codec: PageCodec,
+        stream: CopyStream,
+        *,
+        readers: int,
+        stage: Stage | None = None,
+        rank: str = "",
     ) -> None:
         """Start the saver and `readers` reading threads. `backing` None: the medium is not to be
-        had, and everything is a miss."""
+        had, and everything is a miss. `stage`: that of a pipeline which this worker is in. `rank`:
+        what this one is called among several."""
         self._backing = backing
         self._tiers = backing.tiers if backing is not None else None
         self._codec = codec
         self._stream = stream
+        self._stage, self._rank = stage, rank
         self._changed = Condition()
         self._loading: dict[int, Loading] = {}
         self._done: list[LoadResult] = []
@@ -118,8 +128,12 @@ class WorkerSide:
     def save(self, commands: WorkerCommands) -> None:
         """Hand over the step's saves, whose forward is queued, so that its blocks are as they will
         be."""
-        if commands.saves:
-            self._saver.order(commands.saves)
+        saves, stage = commands.saves, self._stage
+        if saves and stage is not None:
+            self._saver.refuse([save for save in saves if not stage.fits(save.place)])
+            saves = tuple(stage.save(save) for save in saves if stage.fits(save.place))
+        if saves:
+            self._saver.order(saves)
 
     def results(self, commands: WorkerCommands | None) -> tuple[set[str], set[str]]:
         """Return the requests whose load is over since the last call, and those of them whose load
@@ -141,13 +155,15 @@ class WorkerSide:
             return NO_REPORT
         with self._changed:
             saved = self._saver.take()
+            stored = saved.stored_bytes
             report = WorkerStepReport(
                 loads=tuple(self._done),
                 copied=tuple(saved.copied),
                 kept=tuple(saved.kept),
                 not_kept=tuple(saved.not_kept),
-                stored_bytes=saved.stored_bytes,
+                stored_bytes=stored,
                 lost=() if lost is None else (lost,),
+                by_rank=((self._rank, stored),) if self._rank and stored else (),
             )
             self._done = []
         return report
@@ -169,6 +185,14 @@ class WorkerSide:
 
     def _begin(self, load: LoadInto) -> None:
         now = time.monotonic()
+        if self._stage is not None:
+            if not self._stage.fits(*load.places):
+                with self._changed:
+                    loading = Loading(load, now, now, 0, MissReason.FOREIGN_LAYOUT)
+                    self._loading[load.operation_id] = loading
+                    self._over(loading)
+                return
+            load = self._stage.load(load)
         batches = _ranges([self._codec.size(place) for place in load.places], BATCH_BYTES)
         loading = Loading(load, now + load.deadline_s, now, len(batches))
         with self._changed:

@@ -1,0 +1,105 @@
+"""Pipeline parallelism over two stages, on the CPU: every stage keeps its layers, in its own
+directory. tests/support/vllm/eager_stages.py makes the buffer between stages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.fleet import VllmWorker
+from tests.support.vllm.rig import Rig, settle
+
+pytestmark = pytest.mark.vllm
+
+B = 32
+WHOLE = 399 // B * B
+FAMILY = "gemma3"
+"""Windows and full attention, of which each stage has both; three KV groups."""
+long = pytest.mark.skipif(not os.environ.get("OWNERSERVE_LONG"), reason="long: OWNERSERVE_LONG=1")
+
+
+def staged(rig: Rig, connector: dict[str, Any], **more: Any) -> VllmWorker:
+    return rig.worker(
+        FAMILY,
+        connector,
+        worker_extension_cls="tests.support.vllm.eager_stages.EagerStages",
+        pipeline_parallel_size=2,
+        **more,
+    )
+
+
+def test_two_stages_restore_their_layers_or_nothing(rig: Rig, store: Path) -> None:
+    """Two lives of one rank stand around two lives of two stages, over one store: each finds what
+    its own kind has left, exactly, and nothing of the other's. When one stage has lost its layers
+    the whole load is a miss."""
+    prompt = tiny.prompt(400, seed=131)
+    connector = connectors.ours(store, host_cache_bytes=0)
+
+    def checked(worker: VllmWorker, cached: int) -> None:
+        answer = worker.generate(prompt, session="s")
+        assert answer.cached == cached
+        oracle.assert_same(FAMILY, rig.cold(FAMILY, prompt), answer)
+        settle(worker)
+
+    alone = rig.worker(FAMILY, connector)
+    checked(alone, 0)
+    alone.shutdown()
+
+    before = staged(rig, connector)
+    checked(before, 0)
+    told = before.hook("connector_status")
+    assert told["save_kept"] > 0
+    assert told.get("save_not_kept", 0) == 0
+    # Four sliding layers and two full ones: each stage has half of them.
+    assert told["stored_by:stage-0-of-2"] == told["stored_by:stage-1-of-2"] > 0
+    before.shutdown()
+    assert {path.name for path in store.glob("stage-*")} == {"stage-0-of-2", "stage-1-of-2"}
+    assert "what 1 pipeline stages of 1 tensor-parallel ranks have stored" in before.log.read_text()
+
+    after = staged(rig, connector)
+    checked(after, WHOLE)
+    after.ask("reset")
+    for segment in (store / "stage-1-of-2" / "segments").iterdir():
+        segment.write_bytes(b"")
+    checked(after, 0)
+    assert after.hook("connector_status")["restore_miss"] == 1
+    after.shutdown()
+
+    again = rig.worker(FAMILY, connector)
+    checked(again, WHOLE)
+    assert "what 2 pipeline stages of 1 tensor-parallel ranks have stored" in again.log.read_text()
+
+
+@long
+def test_stages_of_two_ranks_each_restore(rig: Rig, store: Path) -> None:
+    prompt = tiny.prompt(400, seed=132)
+    connector = connectors.ours(store, host_cache_bytes=0)
+    for cached in (0, WHOLE):
+        worker = staged(rig, connector, tensor_parallel_size=2)
+        answer = worker.generate(prompt)
+        assert answer.cached == cached
+        oracle.assert_same(FAMILY, rig.cold(FAMILY, prompt), answer)
+        settle(worker)
+        worker.shutdown()
+    found = {str(path.relative_to(store)) for path in store.glob("stage-*/shard-*")}
+    assert found == {f"stage-{at}-of-2/shard-{rank}-of-2" for at in (0, 1) for rank in (0, 1)}
+
+
+@long
+def test_a_stage_without_some_state_is_bypassed(rig: Rig, store: Path) -> None:
+    """The last stage has one layer, of full attention: the scheduler, which knows the first stage,
+    hears of it with the first step."""
+    prompts = [tiny.prompt(400, seed=seed) for seed in (133, 134)]
+    worker = staged(rig, connectors.ours(store), env={"VLLM_PP_LAYER_PARTITION": "5,1"})
+    for prompt in prompts:
+        answer = worker.generate(prompt)
+        oracle.assert_same(FAMILY, rig.cold(FAMILY, prompt), answer)
+        settle(worker)
+    told = worker.hook("connector_status")
+    assert told["bypassed_model"] == 1
+    assert told.get("save_kept", 0) == 0
+    assert "a pipeline stage has no layer with swa" in worker.log.read_text()
