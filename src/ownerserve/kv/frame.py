@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.specs import Coverage
+from ownerserve.kv.specs import Coverage, LayerSpec, Role
 
 FORMAT = "payload/1"
 """Names this layout in a record's descriptor. A new number when it changes."""
@@ -50,6 +50,20 @@ COVERAGE_OF = {
     RECURRENT: Coverage.POINT,
     WINDOW_PAGES: Coverage.POINT,
 }
+SECTION_OF = {
+    Role.DENSE: DENSE,
+    Role.SWA: WINDOW,
+    Role.MLA_LATENT: MLA,
+    Role.CSA_MAIN: CSA_MAIN,
+    Role.CSA_INDEX: CSA_INDEX,
+    Role.CSA_TAIL: CSA_OVERLAP,
+    Role.CSA_INDEX_TAIL: CSA_OVERLAP,
+    Role.HCA: HCA,
+    Role.CONV: CONV,
+    Role.RECURRENT: RECURRENT,
+}
+"""The section in which state of a role is kept, in the order in which a layer's sections come. An
+indexer's keys (`index`) have none, and an HCA tail is empty at a boundary."""
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -60,6 +74,12 @@ ITEM_BYTES = {
     "uint8": 1,
     "int8": 1,
 }
+
+
+def sections_of(layer: LayerSpec) -> tuple[str, ...]:
+    """Return the sections in which a layer's state is kept."""
+    roles = {state.role for state in layer.states}
+    return tuple(dict.fromkeys(name for role, name in SECTION_OF.items() if role in roles))
 
 
 class PayloadPart(msgspec.Struct, frozen=True):

@@ -17,9 +17,10 @@ from ownerserve.cache.effects import LoadPoint
 from ownerserve.cache.layout import TailBook
 from ownerserve.engines.hf.model.tiny import tiny_config, v4_config
 from ownerserve.engines.hf.state.layers import OnlineTail
-from ownerserve.engines.hf.state.states import HCA, HCA_TAIL, LayerKind, describe
+from ownerserve.engines.hf.state.states import HCA_TAIL, describe
 from ownerserve.kv.descriptor import IndexFormat, KvDescriptor, KvFormat, TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
+from ownerserve.kv.frame import HCA
 from ownerserve.kv.geometry import Geometry
 from ownerserve.kv.registry import build_spec
 from ownerserve.kv.specs import Role
@@ -133,7 +134,7 @@ def test_the_state_block_shrinks_as_inspect_says(rate):
 
 
 def _rates(hca):
-    return {LayerKind.CSA: 4, LayerKind.HCA: hca}
+    return {"compressed_sparse_attention": 4, "heavily_compressed_attention": hca}
 
 
 def _tail(layout):

@@ -47,6 +47,21 @@ def test_payload_bytes(name):
     assert layout.block_tokens == 16
 
 
+NAMES = {
+    "tiny-gemma3": "52451164258cca56",
+    "tiny-gptoss": "8c284f74e2e7a07a",
+    "tiny-qwen3": "ffa642a899764f1a",
+    "tiny-qwen3next": "27f768ef252fc191",
+    "tiny-v4": "6a72e2cde8a8d393",
+}
+"""How the names begin under which a store has these models' state, at blocks of 64 in float32."""
+
+
+def test_what_is_stored_keeps_its_name():
+    found = {name: describe(tiny_config(name), torch.float32, block_tokens=64) for name in NAMES}
+    assert {name: states.digest().hex()[:16] for name, states in found.items()} == NAMES
+
+
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_kv_geometry_counts_the_same_bytes(name, precision):
@@ -123,7 +138,7 @@ def test_unknown_family_is_named():
 def test_unknown_layer_type_is_named():
     config = tiny_config("tiny-qwen3")
     config.layer_types[1] = "chunked_attention"
-    with pytest.raises(InvalidInput, match="layer_types: chunked_attention"):
+    with pytest.raises(InvalidInput, match=r"layer_types\[1\]: .chunked_attention. is unknown"):
         describe(config, torch.float32)
 
 

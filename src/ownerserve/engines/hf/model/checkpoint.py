@@ -15,7 +15,7 @@ import torch
 
 from ownerserve.engines.hf.model.tiny import TINY_MODELS, attention_for, random_model, tiny_config
 from ownerserve.engines.hf.model.tokenizer import byte_tokenizer
-from ownerserve.engines.hf.state.states import KINDS_OF_FAMILY
+from ownerserve.engines.hf.state.states import FAMILIES
 from ownerserve.kv.errors import InvalidInput
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -94,12 +94,12 @@ def _load_folder(folder: Path, *, device: str, dtype: torch.dtype | None) -> Loa
 
 def _check_family(config_file: Path) -> None:
     """Refuse a model we have no adapter for, before transformers looks at it."""
-    families = ", ".join(sorted(KINDS_OF_FAMILY))
+    families = ", ".join(FAMILIES)
     try:
         config = msgspec.json.decode(config_file.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
         raise InvalidInput("config.json", str(error), "give a JSON object") from error
-    if config.get("model_type") not in KINDS_OF_FAMILY:
+    if config.get("model_type") not in FAMILIES:
         raise InvalidInput(
             "model_type",
             f"{config.get('model_type')!r} has no adapter in the hf engine",

@@ -24,23 +24,19 @@ import torch
 from torch import Tensor
 
 from ownerserve.engines.hf.state.paged import EntryAddresses, ForwardRows, Pools
-from ownerserve.engines.hf.state.states import (
+from ownerserve.engines.hf.state.states import CSA_TAIL, HCA_TAIL, LayerPlan, ModelStates
+from ownerserve.engines.hf.state.v4 import Borrowed
+from ownerserve.kv.descriptor import TailForm
+from ownerserve.kv.frame import (
     CONV,
     CSA_INDEX,
     CSA_MAIN,
     CSA_OVERLAP,
-    CSA_TAIL,
     DENSE,
     HCA,
-    HCA_TAIL,
     RECURRENT,
     WINDOW,
-    LayerKind,
-    LayerPlan,
-    ModelStates,
 )
-from ownerserve.engines.hf.state.v4 import Borrowed
-from ownerserve.kv.descriptor import TailForm
 
 
 class DenseLayer:
@@ -290,7 +286,7 @@ class CompressedLayer(SharedWindowLayer):
         super().__init__(span, pools, layer=plan.index[WINDOW], window_tokens=states.window_tokens)
         self._span = span
         self._pools = pools
-        self._rate = states.csa_rate if plan.kind is LayerKind.CSA else states.hca_rate
+        self._rate = states.csa_rate if CSA_MAIN in plan.index else states.hca_rate
         self._index = plan.index
         self._rotate = borrowed.rotate
         self._tail = self._tail_rows(states, borrowed)
@@ -423,13 +419,13 @@ def _layer(
     borrowed: Borrowed | None,
 ) -> Any:
     """Make the layer object that the modeling code of this kind of layer expects."""
-    if plan.kind is LayerKind.FULL:
+    if DENSE in plan.index:
         return DenseLayer(span, pools, layer=plan.index[DENSE])
-    if plan.kind is LayerKind.LINEAR:
+    if RECURRENT in plan.index:
         return DeltaLayer(span, pools, plan=plan)
-    if plan.kind is LayerKind.SLIDING:
+    if plan.index.keys() == {WINDOW}:
         window = SharedWindowLayer if states.shared_window else WindowLayer
         return window(span, pools, layer=plan.index[WINDOW], window_tokens=states.window_tokens)
     assert borrowed is not None, "a model that compresses lends what its layers need"
-    compressed = CsaLayer if plan.kind is LayerKind.CSA else HcaLayer
+    compressed = CsaLayer if CSA_MAIN in plan.index else HcaLayer
     return compressed(span, pools, states=states, plan=plan, borrowed=borrowed)

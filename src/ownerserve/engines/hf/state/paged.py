@@ -26,14 +26,10 @@ from ownerserve.cache.effects import (
     SavePoint,
 )
 from ownerserve.cache.layout import Table, TailStep, tail_step
-from ownerserve.engines.hf.state.states import (
-    DENSE,
-    WINDOW,
-    ComponentTensors,
-    LayerKind,
-    ModelStates,
-)
+from ownerserve.engines.hf.state.states import ComponentTensors, ModelStates
 from ownerserve.kv.errors import InvalidInput, InvariantViolated, SpecMismatch
+from ownerserve.kv.frame import DENSE, WINDOW
+from ownerserve.kv.registry.family import FULL, LINEAR, SLIDING
 
 
 class DevicePool:
@@ -381,10 +377,10 @@ def batch_inputs(states: ModelStates, span: ForwardRows, *, dtype: torch.dtype) 
     uses = {name for plan in states.layers for name in plan.index}
     masks: dict[str, Tensor | None] = {}
     if WINDOW in uses:
-        masks[LayerKind.SLIDING] = _window_mask(span, states.window_tokens, dtype=dtype)
+        masks[SLIDING] = _window_mask(span, states.window_tokens, dtype=dtype)
     if DENSE in uses:
-        masks[LayerKind.FULL] = _count_mask(span, 1, dtype=dtype)
-        masks[LayerKind.LINEAR] = None
+        masks[FULL] = _count_mask(span, 1, dtype=dtype)
+        masks[LINEAR] = None
     inputs: dict[str, Any] = {"attention_mask": masks}
     if states.hca_rate:
         inputs["hca_padding"] = _count_mask(span, states.hca_rate, dtype=dtype)

@@ -1,8 +1,9 @@
 """This module says which tensors a model's state is made of, read from its Hugging Face
 configuration.
 
-Owns the translation "layer type of the modeling code" -> "components and their shapes". Must never
-allocate, run a model, or guess: a layer type or model type it does not know is an InvalidInput.
+Which layer keeps what kind of state the registry says (`kv.registry`); this module owns the shapes
+of its tensors in the modeling code. Must never allocate, run a model, or guess: a model type that
+has no adapter here is an InvalidInput, and so is whatever the registry does not know.
 
     section   one component of the cache, or a tail that lives only in the state block
     part      one tensor of a section; its first axis counts the layers that keep it
@@ -14,7 +15,6 @@ is the least it needs: W-1 window rows, k-1 convolution columns, m-1 waiting row
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -23,45 +23,31 @@ import torch
 from ownerserve.cache.layout import Component, Layout, Tail
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.frame import PayloadPart, PayloadSection, payload_digest
-from ownerserve.kv.specs import Coverage
+from ownerserve.kv.frame import (
+    COVERAGE_OF,
+    CSA_MAIN,
+    HCA,
+    RECURRENT,
+    WINDOW,
+    PayloadPart,
+    PayloadSection,
+    payload_digest,
+    sections_of,
+)
+from ownerserve.kv.registry import build_spec
+from ownerserve.kv.specs import Coverage, ModelSpec, Role, Window
 from ownerserve.plan.inputs import ModelState
 
 PART_ALIGN_BYTES = 16
 MIN_BLOCK_TOKENS = 16
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
-DENSE, WINDOW = "dense", "swa"
-CSA_MAIN, CSA_INDEX, CSA_OVERLAP, CSA_TAIL = "csa_main", "csa_index", "csa_overlap", "csa_tail"
-HCA, HCA_TAIL = "hca", "hca_tail"
-CONV, RECURRENT = "conv", "recurrent"
+CSA_TAIL, HCA_TAIL = "csa_tail", "hca_tail"
+TAIL_OF = {Role.CSA_TAIL: CSA_TAIL, Role.HCA_TAIL: HCA_TAIL}
+"""Where tokens wait to be compressed: sections of this engine's own, which no store has."""
 
-
-class LayerKind(StrEnum):
-    """A `LayerKind` says what a layer keeps, under the names of transformers' `layer_types`."""
-
-    FULL = "full_attention"
-    SLIDING = "sliding_attention"
-    CSA = "compressed_sparse_attention"
-    HCA = "heavily_compressed_attention"
-    LINEAR = "linear_attention"
-
-
-SECTIONS_OF = {
-    LayerKind.FULL: (DENSE,),
-    LayerKind.SLIDING: (WINDOW,),
-    LayerKind.CSA: (WINDOW, CSA_MAIN, CSA_INDEX, CSA_OVERLAP, CSA_TAIL),
-    LayerKind.HCA: (WINDOW, HCA, HCA_TAIL),
-    LayerKind.LINEAR: (CONV, RECURRENT),
-}
-
-KINDS_OF_FAMILY = {
-    "qwen3": {LayerKind.FULL, LayerKind.SLIDING},
-    "gemma3_text": {LayerKind.FULL, LayerKind.SLIDING},
-    "gpt_oss": {LayerKind.FULL, LayerKind.SLIDING},
-    "qwen3_next": {LayerKind.FULL, LayerKind.LINEAR},
-    "deepseek_v4": {LayerKind.SLIDING, LayerKind.CSA, LayerKind.HCA},
-}
+FAMILIES = ("deepseek_v4", "gemma3_text", "gpt_oss", "qwen3", "qwen3_next")
+"""The `model_type`s that this engine runs."""
 
 
 class StateTensor(msgspec.Struct, frozen=True):
@@ -102,10 +88,10 @@ class ComponentTensors(msgspec.Struct, frozen=True):
 
 
 class LayerPlan(msgspec.Struct, frozen=True):
-    """A `LayerPlan` is one layer: its kind, and its index on the layer axis of each section it
-    uses."""
+    """A `LayerPlan` is one layer: its type, as transformers' `layer_types` names it, and its index
+    on the layer axis of each section it uses."""
 
-    kind: LayerKind
+    type: str
     index: dict[str, int]
 
 
@@ -153,8 +139,8 @@ class ModelStates(msgspec.Struct, frozen=True):
         A window of W rows is right once the W-1 tokens before were computed by a layer whose own
         input was right, so the reaches of the layers add up (kv.geometry.exact_replay_tokens).
         """
-        windows = sum(WINDOW in SECTIONS_OF[layer.kind] for layer in self.layers)
-        recurrent = any(layer.kind is LayerKind.LINEAR for layer in self.layers)
+        windows = sum(WINDOW in layer.index for layer in self.layers)
+        recurrent = any(RECURRENT in layer.index for layer in self.layers)
         replay = windows * (self.window_tokens - 1) if windows and not recurrent else None
         return ModelState(
             layers=len(self.layers),
@@ -186,7 +172,7 @@ class ModelStates(msgspec.Struct, frozen=True):
         """
         sections = [PayloadSection(name, parts) for name, parts in self.payload_parts().items()]
         return payload_digest(
-            [layer.kind.value for layer in self.layers],
+            [layer.type for layer in self.layers],
             sections,
             block_tokens=self.block_tokens,
             window_tokens=self.window_tokens,
@@ -242,29 +228,28 @@ def describe(
     `block_tokens` (B) must be a multiple of every compression ratio; by default it is the least
     such number that is 16 or more.
     """
-    kinds = _layer_kinds(config)
-    csa_rate = _rate(config, kinds, kind=LayerKind.CSA)
-    hca_rate = _rate(config, kinds, kind=LayerKind.HCA)
+    spec = _spec(config)
+    csa_rate, hca_rate = _rate(spec, Role.CSA_MAIN), _rate(spec, Role.HCA)
+    windows = {state.kind.tokens for state in spec.states if isinstance(state.kind, Window)}
     block = _block_tokens(math.lcm(csa_rate or 1, hca_rate or 1), block_tokens)
     counts: dict[str, int] = {}
     layers = []
-    for kind in kinds:
-        index = {name: counts.get(name, 0) for name in SECTIONS_OF[kind]}
-        layers.append(LayerPlan(kind, index))
+    for layer in spec.layers:
+        tails = (TAIL_OF[state.role] for state in layer.states if state.role in TAIL_OF)
+        index = {name: counts.get(name, 0) for name in (*sections_of(layer), *tails)}
+        layers.append(LayerPlan(layer.type, index))
         counts.update({name: at + 1 for name, at in index.items()})
-    windowed = WINDOW in counts
-    if windowed and (config.sliding_window or 0) < 2:
-        raise InvalidInput("sliding_window", f"{config.sliding_window}", "use 2 or more")
     if hca_tail is TailForm.ONLINE and not hca_rate:
         raise InvalidInput(
             "hca_tail", f"online, but {config.model_type} has no HCA layers here", "leave it out"
         )
-    shapes = _Shapes(config, dtype, block, hca_tail=hca_tail)
+    rates = {CSA_MAIN: csa_rate, HCA: hca_rate}
+    shapes = _Shapes(config, dtype, block, hca_tail=hca_tail, rates=rates)
     return ModelStates(
         block_tokens=block,
         layers=tuple(layers),
         sections=tuple(shapes.section(name, layers=count) for name, count in counts.items()),
-        window_tokens=config.sliding_window if windowed else 0,
+        window_tokens=max(windows, default=0),
         csa_rate=csa_rate,
         hca_rate=hca_rate,
         hca_tail=hca_tail,
@@ -276,16 +261,22 @@ class _Shapes:
     length."""
 
     def __init__(
-        self, config: Any, dtype: torch.dtype, block_tokens: int, *, hca_tail: TailForm
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        block_tokens: int,
+        *,
+        hca_tail: TailForm,
+        rates: dict[str, int],
     ) -> None:
         self._config = config
         self._dtype = dtype
         self._block = block_tokens
         self._hca_tail_form = hca_tail
-        self._rates: dict[str, int] = getattr(config, "compress_rates", None) or {}
+        self._rates = rates
 
     def section(self, name: str, *, layers: int) -> ComponentTensors:
-        coverage = _COVERAGE[name]
+        coverage = COVERAGE_OF.get(name)  # a tail has none
         shapes = getattr(self, f"_{name}")()
         parts = tuple(
             StateTensor(part, (layers, *shape), self._part_dtype(name))
@@ -312,17 +303,17 @@ class _Shapes:
         return {"keys": shape, "values": shape}
 
     def _csa_main(self) -> dict[str, tuple[int, ...]]:
-        return {"entries": (self._block // self._rates[LayerKind.CSA], self._config.head_dim)}
+        return {"entries": (self._block // self._rates[CSA_MAIN], self._config.head_dim)}
 
     def _csa_index(self) -> dict[str, tuple[int, ...]]:
-        return {"entries": (self._block // self._rates[LayerKind.CSA], self._config.index_head_dim)}
+        return {"entries": (self._block // self._rates[CSA_MAIN], self._config.index_head_dim)}
 
     def _hca(self) -> dict[str, tuple[int, ...]]:
-        return {"entries": (self._block // self._rates[LayerKind.HCA], self._config.head_dim)}
+        return {"entries": (self._block // self._rates[HCA], self._config.head_dim)}
 
     def _csa_overlap(self) -> dict[str, tuple[int, ...]]:
         # Ca of the previous window: m rows of (value, gate), for the main and the index series.
-        rows = self._rates[LayerKind.CSA]
+        rows = self._rates[CSA_MAIN]
         main, index = self._config.head_dim, self._config.index_head_dim
         return {
             "compressor_kv": (rows, main),
@@ -333,7 +324,7 @@ class _Shapes:
 
     def _csa_tail(self) -> dict[str, tuple[int, ...]]:
         # A waiting token has both series, Ca and Cb.
-        rows = self._rates[LayerKind.CSA] - 1
+        rows = self._rates[CSA_MAIN] - 1
         main, index = 2 * self._config.head_dim, 2 * self._config.index_head_dim
         return {
             "compressor_kv": (rows, main),
@@ -345,7 +336,7 @@ class _Shapes:
     def _hca_tail(self) -> dict[str, tuple[int, ...]]:
         if self._hca_tail_form is TailForm.ONLINE:
             return dict.fromkeys(("maximum", "sum", "value"), (self._config.head_dim,))
-        shape = (self._rates[LayerKind.HCA] - 1, self._config.head_dim)
+        shape = (self._rates[HCA] - 1, self._config.head_dim)
         return {"compressor_kv": shape, "compressor_gate": shape}
 
     def _conv(self) -> dict[str, tuple[int, ...]]:
@@ -365,41 +356,21 @@ class _Shapes:
         }
 
 
-_COVERAGE: dict[str, Coverage | None] = {
-    DENSE: Coverage.RANGE,
-    CSA_MAIN: Coverage.RANGE,
-    CSA_INDEX: Coverage.RANGE,
-    HCA: Coverage.RANGE,
-    WINDOW: Coverage.POINT,
-    CSA_OVERLAP: Coverage.POINT,
-    CONV: Coverage.POINT,
-    RECURRENT: Coverage.POINT,
-    CSA_TAIL: None,
-    HCA_TAIL: None,
-}
-
-
-def _layer_kinds(config: Any) -> list[LayerKind]:
-    known = KINDS_OF_FAMILY.get(config.model_type)
-    if known is None:
+def _spec(config: Any) -> ModelSpec:
+    """Return what the registry says of the model. Raises InvalidInput for what this engine does not
+    run."""
+    if config.model_type not in FAMILIES:
         raise InvalidInput(
             "model_type",
             f"{config.model_type!r} has no adapter in the hf engine",
-            f"use one of {', '.join(sorted(KINDS_OF_FAMILY))}",
+            f"use one of {', '.join(FAMILIES)}",
         )
     if getattr(config, "use_bidirectional_attention", False):
         raise InvalidInput(
             "use_bidirectional_attention", "true", "use a causal model: state can't be re-used here"
         )
     _check_rope(config.rope_parameters)
-    bad = sorted({name for name in config.layer_types if name not in known})
-    if bad:
-        raise InvalidInput(
-            "layer_types",
-            f"{', '.join(bad)} in a {config.model_type} model",
-            f"use {', '.join(sorted(known))}",
-        )
-    return [LayerKind(name) for name in config.layer_types]
+    return build_spec(config.to_dict())
 
 
 def _check_rope(parameters: dict[str, Any]) -> None:
@@ -414,9 +385,10 @@ def _check_rope(parameters: dict[str, Any]) -> None:
             )
 
 
-def _rate(config: Any, kinds: list[LayerKind], *, kind: LayerKind) -> int:
-    """Return the compression ratio of the layers of `kind`; 0 when the model has none."""
-    return int(config.compress_rates[kind]) if kind in kinds else 0
+def _rate(spec: ModelSpec, role: Role) -> int:
+    """Return the compression ratio of the layers that keep a state of this role; 0 when the model
+    has none."""
+    return next((s.tokens_per_entry for s in spec.states if s.role is role), 0)
 
 
 def _block_tokens(multiple: int, asked: int | None) -> int:

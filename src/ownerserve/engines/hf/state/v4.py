@@ -15,8 +15,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ownerserve.engines.hf.state.states import LayerKind
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.registry.attention.deepseek_v4 import HCA
 
 V4_ATTENTION = "ownerserve_v4_eager"
 
@@ -35,7 +35,7 @@ class Borrowed(msgspec.Struct, frozen=True):
 def borrow(model: Any) -> Borrowed:
     """Take what compressed layers need from a DeepSeek-V4 model whose weights are in place."""
     attentions = [layer.self_attn for layer in model.model.layers]
-    biases = [a.compressor.position_bias for a in attentions if a.layer_type == LayerKind.HCA]
+    biases = [a.compressor.position_bias for a in attentions if a.layer_type == HCA]
     return Borrowed(_entry_rotation(model), tuple(biases))
 
 
@@ -65,7 +65,7 @@ def _v4_attention(
 ) -> Any:
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward
 
-    if hca_padding is not None and module.layer_type == LayerKind.HCA:
+    if hca_padding is not None and module.layer_type == HCA:
         entries = hca_padding.shape[-1]
         assert attention_mask is not None, "a batch always has a mask"
         attention_mask = torch.cat(
