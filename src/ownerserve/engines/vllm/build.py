@@ -38,12 +38,13 @@ from ownerserve.engines.vllm.turns.prompts import Prompts
 from ownerserve.engines.vllm.worker_side.stage import Stage
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.errors import InvalidInput, OwnerServeError
 from ownerserve.kv.frame import CONV, DENSE, FORMAT, RECURRENT, WINDOW, PayloadPart
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import Identity
-from ownerserve.kv.specs import Coverage
+from ownerserve.kv.registry import build_spec
+from ownerserve.kv.specs import Coverage, ModelSpec
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.ownership.inventory import Inventory, kinds_of
 from ownerserve.node.ownership.ownership import Ownership
@@ -106,6 +107,7 @@ class ConnectorParts:
                 packed_by=compat.packed_by(vllm_config),
                 drafts=self._left_out(),
                 stage_layers=compat.stage_layers(vllm_config) if self.ranks.stages > 1 else (),
+                model=known_model(vllm_config),
             )
         except NotServed as error:
             self.not_served, self.shape = str(error), shape.nothing(kv_cache_config)
@@ -218,6 +220,16 @@ class ConnectorParts:
         if not compat.is_cpu():
             return VLLM
         return msgspec.structs.replace(VLLM, landing_tier=Tier.DEVICE)
+
+
+def known_model(vllm_config: Any) -> ModelSpec | None:
+    """Return what the registry says of the model; None, with a word in the log, where it does not
+    know it."""
+    try:
+        return build_spec(vllm_config.model_config.hf_text_config.to_dict())
+    except OwnerServeError as error:
+        log.info("which layer keeps what is taken from vLLM alone: %s", error)
+        return None
 
 
 def scheduler_side(parts: ConnectorParts) -> SchedulerSide:

@@ -31,41 +31,44 @@ from ownerserve.kv.frame import (
     MLA,
     PAGES,
     RECURRENT,
+    SECTION_OF,
     WINDOW,
     WINDOW_PAGES,
     Payload,
     PayloadPart,
     PayloadSection,
 )
-from ownerserve.kv.specs import Coverage
+from ownerserve.kv.specs import Coverage, ModelSpec, Role, StateSpec, Window
 from ownerserve.plan.inputs import ModelState
 
 LEAST_BLOCK_TOKENS = 32
 """Below that, hashing costs more than the tokens that a finer boundary saves."""
-KIND_OF = {
-    "FullAttentionSpec": "full_attention",
-    "SlidingWindowSpec": "sliding_attention",
-    "MLAAttentionSpec": "mla_attention",
-    "SlidingWindowMLASpec": "sliding_mla",
-    "ChunkedLocalAttentionSpec": "chunked_attention",
-    "MambaSpec": "linear_attention",
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A `Kept` is what a class of vLLM's KV cache specs keeps: its `kind`, as a payload names it;
+    the `roles` that its plain pages hold (none: they are never plain); where its pages go that are
+    kept as bytes."""
+
+    kind: str
+    roles: tuple[Role, ...]
+    pages: str
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """`sections` are those of the canonical payload that its plain pages hold."""
+        return tuple(SECTION_OF[role] for role in self.roles)
+
+
+KEPT_BY = {
+    "FullAttentionSpec": Kept("full_attention", (Role.DENSE,), PAGES),
+    "SlidingWindowSpec": Kept("sliding_attention", (Role.SWA,), WINDOW_PAGES),
+    "MLAAttentionSpec": Kept("mla_attention", (Role.MLA_LATENT,), PAGES),
+    "SlidingWindowMLASpec": Kept("sliding_mla", (), WINDOW_PAGES),
+    "ChunkedLocalAttentionSpec": Kept("chunked_attention", (), WINDOW_PAGES),
+    "MambaSpec": Kept("linear_attention", (Role.CONV, Role.RECURRENT), WINDOW_PAGES),
 }
-SECTIONS_OF = {
-    "full_attention": (DENSE,),
-    "sliding_attention": (WINDOW,),
-    "mla_attention": (MLA,),
-    "linear_attention": (CONV, RECURRENT),
-}
-PAGES_OF = {
-    "full_attention": PAGES,
-    "mla_attention": PAGES,
-    "sliding_attention": WINDOW_PAGES,
-    "sliding_mla": WINDOW_PAGES,
-    "chunked_attention": WINDOW_PAGES,
-    "linear_attention": WINDOW_PAGES,
-}
-"""Where the bytes of pages go that have no canonical payload."""
-NEVER_PLAIN = ("sliding_mla", "chunked_attention")
+RECURRENT_KIND = KEPT_BY["MambaSpec"].kind
 DELTA_STATES = 2
 """A gated delta net keeps a convolution state and a recurrent one."""
 
@@ -186,13 +189,13 @@ class _Layer(msgspec.Struct, frozen=True):
     index: int
     name: str
     group: int
-    kind: str
+    kept: Kept
     spec: Any
 
 
 class _Group(msgspec.Struct, frozen=True):
     index: int
-    kind: str
+    kept: Kept
     spec: Any
     names: tuple[str, ...]
     is_packed: bool
@@ -200,12 +203,16 @@ class _Group(msgspec.Struct, frozen=True):
     """Whether all its layers are a drafter's, none the target's."""
 
     @property
+    def kind(self) -> str:
+        return self.kept.kind
+
+    @property
     def block_tokens(self) -> int:
         return int(self.spec.block_size)
 
     def layers(self) -> list[_Layer]:
         return [
-            _Layer(compat.layer_index(name), name, self.index, self.kind, self.spec)
+            _Layer(compat.layer_index(name), name, self.index, self.kept, self.spec)
             for name in self.names
         ]
 
@@ -217,6 +224,7 @@ def describe(
     packed_by: str = "",
     drafts: Collection[str] = (),
     stage_layers: Sequence[int] = (),
+    model: ModelSpec | None = None,
 ) -> StateShape:
     """Return the state of the model that vLLM's KV cache groups describe. Raises NotServed for a
     model whose state can't be kept, InvalidInput for a `block_tokens` that does not fit it.
@@ -227,6 +235,9 @@ def describe(
     Of a pipeline, the configuration has one stage's layers: a scheduler's the first one's. Its
     groups are all stages' alike. `stage_layers` counts the layers of each; every stage has to keep
     something of each component, so that a place means the same to all of them.
+
+    `model` is what the registry says of the model, None where it does not know it: then vLLM's own
+    specs are all there is. Of what is kept as bytes vLLM alone knows what it means.
     """
     pages = packed.pages_of(kv_cache_config)
     everything = _groups(kv_cache_config, pages, drafts, stages=max(1, len(stage_layers)))
@@ -236,21 +247,23 @@ def describe(
     block = _block_tokens(everything, block_tokens)
     plain = [layer for group in groups if not group.is_packed for layer in group.layers()]
     layers = sorted(plain, key=lambda layer: layer.index)
+    if model is not None:
+        _check_against(model, layers)
     components = _canonical(groups, layers, block)
     opaque = [group for group in groups if group.is_packed]
-    for name in dict.fromkeys(PAGES_OF[group.kind] for group in opaque if group.names):
-        own = [group for group in opaque if PAGES_OF[group.kind] == name]
+    for name in dict.fromkeys(group.kept.pages for group in opaque if group.names):
+        own = [group for group in opaque if group.kept.pages == name]
         components[name] = _packed(name, own, pages, block)
     for group in groups:
         missing = [name for name in _sections_of(group) if name not in components]
         if missing:
             problem = f"a pipeline stage has no layer with {missing[0]}"
             raise NotServed("pipeline_parallel_size", problem, "use fewer stages")
-    windows = {int(layer.spec.sliding_window) for layer in layers if layer.kind[:7] == "sliding"}
+    windows = {int(layer.spec.sliding_window) for layer in layers if WINDOW in layer.kept.sections}
     meanings = [packed.meaning(g.spec, g.names, packed_by=packed_by) for g in opaque]
     payload = Payload(
         block_tokens=block,
-        kinds=(*(layer.kind for layer in layers), *meanings, *_elsewhere(stage_layers)),
+        kinds=(*(layer.kept.kind for layer in layers), *meanings, *_elsewhere(stage_layers)),
         sections=tuple(at.section for at in components.values()),
         window_tokens=max(windows, default=0),
     )
@@ -259,7 +272,7 @@ def describe(
         components,
         group_tokens=tuple(group.block_tokens for group in everything),
         group_windows=tuple(map(_tokens_back, everything)),
-        is_recurrent=any(group.kind == "linear_attention" for group in groups),
+        is_recurrent=any(group.kind == RECURRENT_KIND for group in groups),
     )
 
 
@@ -279,6 +292,34 @@ def _tokens_back(group: _Group) -> int:
     return int(getattr(group.spec, "sliding_window", 0) or 0)
 
 
+def _check_against(model: ModelSpec, layers: Sequence[_Layer]) -> None:
+    """Raise NotServed for a layer of which vLLM keeps what the model's spec does not need, or less
+    than it needs. Layers that the spec has not are a draft's."""
+    by_index = {layer.index: layer for layer in model.layers}
+    for layer in layers:
+        known = by_index.get(layer.index)
+        if known is None:
+            continue
+        for role in layer.kept.roles:
+            if not any(_holds(role, layer.spec, state) for state in known.states):
+                needed = ", ".join(state.role for state in known.states) or "nothing"
+                problem = f"{layer.name} keeps {role}; the model's spec has {needed}"
+                raise NotServed("kv cache", problem, "report this model to OwnerServe")
+
+
+ATTENTION = (Role.DENSE, Role.SWA, Role.MLA_LATENT)
+
+
+def _holds(role: Role, spec: Any, state: StateSpec) -> bool:
+    """Return whether a layer that keeps `role`, as vLLM's spec says, has what a state of the
+    model's spec needs: of attention, keys and values of all tokens are never too little."""
+    if role is Role.DENSE:
+        return state.role in ATTENTION
+    if role is Role.SWA and isinstance(state.kind, Window):
+        return int(spec.sliding_window) >= state.kind.tokens
+    return state.role is role
+
+
 def _elsewhere(stage_layers: Sequence[int]) -> Iterator[str]:
     """Yield a name for each layer of the stages after the first: which stage has it. Who cuts a
     model elsewhere has other state at each stage."""
@@ -287,16 +328,16 @@ def _elsewhere(stage_layers: Sequence[int]) -> Iterator[str]:
 
 
 def _sections_of(group: _Group) -> tuple[str, ...]:
-    return (PAGES_OF[group.kind],) if group.is_packed else SECTIONS_OF[group.kind]
+    return (group.kept.pages,) if group.is_packed else group.kept.sections
 
 
 def _canonical(
     all_groups: Sequence[_Group], layers: Sequence[_Layer], block: int
 ) -> dict[str, ComponentMap]:
-    names = dict.fromkeys(name for layer in layers for name in SECTIONS_OF[layer.kind])
+    names = dict.fromkeys(name for layer in layers for name in layer.kept.sections)
     components = {}
     for name in names:
-        own = [layer for layer in layers if name in SECTIONS_OF[layer.kind]]
+        own = [layer for layer in layers if name in layer.kept.sections]
         sizes = {at.index: at.block_tokens for at in all_groups if name in _sections_of(at)}
         groups = tuple(sorted(sizes))
         components[name] = ComponentMap(
@@ -319,7 +360,7 @@ def _packed(
         size, reach = group.block_tokens, block
         if name == WINDOW_PAGES:
             # Of recurrent state the last block is all.
-            back = 2 if group.kind == "linear_attention" else _tokens_back(group)
+            back = 2 if group.kind == RECURRENT_KIND else _tokens_back(group)
             reach = -(-(back - 1) // size) * size
             reaches.append(reach)
             chunks.append(back if group.kind == "chunked_attention" else 0)
@@ -350,23 +391,23 @@ def _groups(
         spec = next(own, None) or compat.group_spec(at)
         names = tuple(name for name in at.layer_names if name not in drafts)
         if at.layer_names and not names:
-            known = KIND_OF.get(type(spec).__name__, "")
+            known = KEPT_BY.get(type(spec).__name__, Kept("", (), PAGES))
             found.append(_Group(index, known, spec, (), is_packed=True, is_drafts=True))
             continue
-        kind = KIND_OF.get(type(spec).__name__)
+        kept = KEPT_BY.get(type(spec).__name__)
         first = names[0] if names else f"group {index}"
         reason = f"{type(spec).__name__} of {first} has no canonical payload"
         if getattr(spec, "bounded_replay", False):
-            reason, kind = f"{first} is rebuilt by computing its window again", None
+            reason, kept = f"{first} is rebuilt by computing its window again", None
         elif getattr(at, "host_resident", False):
-            reason, kind = f"{first} is in host memory (HiSparse)", None
-        if kind is None:
+            reason, kept = f"{first} is in host memory (HiSparse)", None
+        if kept is None:
             raise NotServed("kv cache", reason, "serve this model without this connector")
-        if kind == "linear_attention" and spec.mamba_cache_mode != "align":
+        if kept.kind == RECURRENT_KIND and spec.mamba_cache_mode != "align":
             mode = f"{spec.mamba_cache_mode!r} leaves no state at a boundary"
             raise NotServed("mamba_cache_mode", mode, "use --enable-prefix-caching (align)")
         mixed = packed.is_mixed(pages, names)
-        found.append(_Group(index, kind, spec, names, mixed or not _is_plain(kind, spec)))
+        found.append(_Group(index, kept, spec, names, mixed or not _is_plain(kept, spec)))
     return _alike(found)
 
 
@@ -376,7 +417,7 @@ def _alike(groups: Sequence[_Group]) -> list[_Group]:
     forms: dict[str, set[object]] = {}
     for group in groups:
         if not group.is_packed:
-            shapes = [_shapes(name, group.spec, 1) for name in SECTIONS_OF[group.kind]]
+            shapes = [_shapes(name, group.spec, 1) for name in group.kept.sections]
             forms.setdefault(group.kind, set()).add((*shapes, _tokens_back(group)))
     mixed = {kind for kind, found in forms.items() if len(found) > 1}
     return [
@@ -388,7 +429,7 @@ def _alike(groups: Sequence[_Group]) -> list[_Group]:
 def _block_tokens(groups: Sequence[_Group], asked: int) -> int:
     """Return B: what vLLM can resume at, and no shorter than pays for its hash."""
     least = math.lcm(*(group.block_tokens for group in groups))
-    recurrent = any(group.kind == "linear_attention" for group in groups)
+    recurrent = any(group.kind == RECURRENT_KIND for group in groups)
     if asked % least or (recurrent and asked not in (0, least)):
         raise InvalidInput(
             "block_tokens",
@@ -417,15 +458,15 @@ def _shapes(name: str, spec: Any, block: int) -> tuple[tuple[str, tuple[int, ...
     return (("keys", shape, dtype), ("values", shape, dtype))
 
 
-def _is_plain(kind: str, spec: Any) -> bool:
+def _is_plain(kept: Kept, spec: Any) -> bool:
     """Return whether a page holds one row a token of plain numbers, and nothing else: no scales
     beside quantised values, several tokens in one state (DeepSeek-V4), an indexer's keys (V3.2), or
     keys and values of two lengths. Of recurrent state: whether it is a gated delta net's."""
-    if kind == "linear_attention":
+    if kept.kind == RECURRENT_KIND:
         return "GDN" in _mamba_kind(spec).upper() and len(spec.shapes) == DELTA_STATES
     value_size = getattr(spec, "head_size_v", spec.head_size) or spec.head_size
     return (
-        kind not in NEVER_PLAIN
+        bool(kept.roles)
         and not getattr(getattr(spec, "kv_quant_mode", None), "value", 0)
         and getattr(spec, "state_content_bytes", None) is None
         and not getattr(spec, "model_version", None)
