@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.support.vllm import connectors, oracle, tiny
-from tests.support.vllm.fleet import VllmWorker
+from tests.support.vllm.fleet import VllmWorker, vllm_version
+from tests.support.vllm.replays import EXACT, PROMPT_TOKENS, branch, hook, replaying
 from tests.support.vllm.rig import Rig, settle
 
 pytestmark = pytest.mark.vllm
@@ -87,6 +88,28 @@ def test_stages_of_two_ranks_each_restore(rig: Rig, store: Path) -> None:
         worker.shutdown()
     found = {str(path.relative_to(store)) for path in store.glob("stage-*/shard-*")}
     assert found == {f"stage-{at}-of-2/shard-{rank}-of-2" for at in (0, 1) for rank in (0, 1)}
+
+
+@long
+@pytest.mark.skipif(vllm_version() < (0, 31), reason="vLLM 0.30 has no rewind")
+def test_a_branch_is_replayed_on_both_stages(rig: Rig, store: Path) -> None:
+    """As many tokens as on one stage: the windows of both are counted. Each stage keeps its rows of
+    full attention from being written."""
+    prompt = tiny.prompt(PROMPT_TOKENS, seed=135)
+    worker = staged(rig, replaying(store))
+    worker.generate(prompt)
+    settle(worker)
+    lengths = hook(worker, "replay_lengths")
+    assert lengths["is_on"]
+    asked = branch(prompt, 1100, seed=1100)
+    answer = worker.generate(asked)
+    assert answer.cached == (1100 // B * B - lengths["reach"]) // B * B
+    judged = oracle.judge(rig.cold(FAMILY, asked), answer)
+    assert judged.compared
+    assert judged.worst < EXACT
+    again = worker.generate(prompt)
+    oracle.assert_same(FAMILY, rig.cold(FAMILY, prompt), again)
+    assert again.cached == (PROMPT_TOKENS - 1) // B * B
 
 
 @long
