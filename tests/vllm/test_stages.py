@@ -17,7 +17,8 @@ from tests.support.vllm.rig import Rig, settle
 pytestmark = pytest.mark.vllm
 
 B = 32
-WHOLE = 399 // B * B
+TOKENS = 700
+WHOLE = (TOKENS - 1) // B * B
 FAMILY = "gemma3"
 """Windows and full attention, of which each stage has both; three KV groups."""
 long = pytest.mark.skipif(not os.environ.get("OWNERSERVE_LONG"), reason="long: OWNERSERVE_LONG=1")
@@ -37,7 +38,7 @@ def test_two_stages_restore_their_layers_or_nothing(rig: Rig, store: Path) -> No
     """Two lives of one rank stand around two lives of two stages, over one store: each finds what
     its own kind has left, exactly, and nothing of the other's. When one stage has lost its layers
     the whole load is a miss."""
-    prompt = tiny.prompt(400, seed=131)
+    prompt = tiny.prompt(TOKENS, seed=131)
     connector = connectors.ours(store, host_cache_bytes=0)
 
     def checked(worker: VllmWorker, cached: int) -> None:
@@ -50,7 +51,8 @@ def test_two_stages_restore_their_layers_or_nothing(rig: Rig, store: Path) -> No
     checked(alone, 0)
     alone.shutdown()
 
-    before = staged(rig, connector)
+    # In three steps, of which two are under way at once.
+    before = staged(rig, connector, max_num_batched_tokens=256)
     checked(before, 0)
     told = before.hook("connector_status")
     assert told["save_kept"] > 0
@@ -77,7 +79,7 @@ def test_two_stages_restore_their_layers_or_nothing(rig: Rig, store: Path) -> No
 
 @long
 def test_stages_of_two_ranks_each_restore(rig: Rig, store: Path) -> None:
-    prompt = tiny.prompt(400, seed=132)
+    prompt = tiny.prompt(TOKENS, seed=132)
     connector = connectors.ours(store, host_cache_bytes=0)
     for cached in (0, WHOLE):
         worker = staged(rig, connector, tensor_parallel_size=2)
