@@ -45,10 +45,10 @@ LEAST_BLOCK_TOKENS = 32
 """Below that, hashing costs more than the tokens that a finer boundary saves."""
 
 
-class Kept(msgspec.Struct, frozen=True):
-    """A `Kept` is what a class of vLLM's KV cache specs keeps: its `kind`, as a payload names it;
-    the `roles` that its plain pages hold (none: they are never plain); where its pages go that are
-    kept as bytes."""
+class PageMeaning(msgspec.Struct, frozen=True):
+    """A `PageMeaning` is what the pages of a class of vLLM's KV cache specs hold: `kind`, as a
+    payload names it; `roles` of the registry's specs, where they are plain (none: they never are);
+    and where they go that are kept as bytes (`pages`)."""
 
     kind: str
     roles: tuple[Role, ...]
@@ -61,12 +61,12 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 KEPT_BY = {
-    "FullAttentionSpec": Kept("full_attention", (Role.DENSE,), PAGES),
-    "SlidingWindowSpec": Kept("sliding_attention", (Role.SWA,), WINDOW_PAGES),
-    "MLAAttentionSpec": Kept("mla_attention", (Role.MLA_LATENT,), PAGES),
-    "SlidingWindowMLASpec": Kept("sliding_mla", (), WINDOW_PAGES),
-    "ChunkedLocalAttentionSpec": Kept("chunked_attention", (), WINDOW_PAGES),
-    "MambaSpec": Kept("linear_attention", (Role.CONV, Role.RECURRENT), WINDOW_PAGES),
+    "FullAttentionSpec": PageMeaning("full_attention", (Role.DENSE,), PAGES),
+    "SlidingWindowSpec": PageMeaning("sliding_attention", (Role.SWA,), WINDOW_PAGES),
+    "MLAAttentionSpec": PageMeaning("mla_attention", (Role.MLA_LATENT,), PAGES),
+    "SlidingWindowMLASpec": PageMeaning("sliding_mla", (), WINDOW_PAGES),
+    "ChunkedLocalAttentionSpec": PageMeaning("chunked_attention", (), WINDOW_PAGES),
+    "MambaSpec": PageMeaning("linear_attention", (Role.CONV, Role.RECURRENT), WINDOW_PAGES),
 }
 RECURRENT_KIND = KEPT_BY["MambaSpec"].kind
 DELTA_STATES = 2
@@ -189,13 +189,13 @@ class _Layer(msgspec.Struct, frozen=True):
     index: int
     name: str
     group: int
-    kept: Kept
+    kept: PageMeaning
     spec: Any
 
 
 class _Group(msgspec.Struct, frozen=True):
     index: int
-    kept: Kept
+    kept: PageMeaning
     spec: Any
     names: tuple[str, ...]
     is_packed: bool
@@ -391,7 +391,7 @@ def _groups(
         spec = next(own, None) or compat.group_spec(at)
         names = tuple(name for name in at.layer_names if name not in drafts)
         if at.layer_names and not names:
-            known = KEPT_BY.get(type(spec).__name__, Kept("", (), PAGES))
+            known = KEPT_BY.get(type(spec).__name__, PageMeaning("", (), PAGES))
             found.append(_Group(index, known, spec, (), is_packed=True, is_drafts=True))
             continue
         kept = KEPT_BY.get(type(spec).__name__)
@@ -458,7 +458,7 @@ def _shapes(name: str, spec: Any, block: int) -> tuple[tuple[str, tuple[int, ...
     return (("keys", shape, dtype), ("values", shape, dtype))
 
 
-def _is_plain(kept: Kept, spec: Any) -> bool:
+def _is_plain(kept: PageMeaning, spec: Any) -> bool:
     """Return whether a page holds one row a token of plain numbers, and nothing else: no scales
     beside quantised values, several tokens in one state (DeepSeek-V4), an indexer's keys (V3.2), or
     keys and values of two lengths. Of recurrent state: whether it is a gated delta net's."""
