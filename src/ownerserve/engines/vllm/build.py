@@ -107,7 +107,7 @@ class ConnectorParts:
                 packed_by=compat.packed_by(vllm_config),
                 drafts=self._left_out(),
                 stage_layers=compat.stage_layers(vllm_config) if self.ranks.stages > 1 else (),
-                model=known_model(vllm_config),
+                model=self._known_model(),
             )
         except NotServed as error:
             self.not_served, self.shape = str(error), shape.nothing(kv_cache_config)
@@ -120,6 +120,13 @@ class ConnectorParts:
         groups = self.kv_cache_config.kv_cache_groups
         drafts = compat.draft_layers(self.config, groups)
         return drafts if self.settings.drafter == "left-out" else frozenset()
+
+    def _known_model(self) -> ModelSpec | None:
+        """Return what the registry says of the model; None where it does not know it, and where a
+        drafter's layers, of which it says nothing, are kept beside the model's."""
+        if self.settings.drafter != "left-out":
+            return None
+        return known_model(self.config)
 
     @cached_property
     def identity(self) -> Identity:
