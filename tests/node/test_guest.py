@@ -52,15 +52,23 @@ from ownerserve.node.vocabulary.events import (
     TurnGone,
 )
 from ownerserve.node.vocabulary.operations import Operations
-from ownerserve.node.vocabulary.records import RecordNames, Tip, ids_of, tip_depth
+from ownerserve.node.vocabulary.records import (
+    Inside,
+    LeadForm,
+    RecordNames,
+    Tip,
+    ids_of,
+    tip_depth,
+)
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium, Prices
 from ownerserve.plan.inputs import Abilities, ModelState, Overlap, RestoreQuery
 from ownerserve.plan.outcome import RestorePlan
 from ownerserve.plan.restore import Planner
-from ownerserve.plan.swa.checkpoints import TurnEnd
-from ownerserve.store.format.model import MissReason
+from ownerserve.plan.swa.branches import Branches, PointCost
+from ownerserve.plan.swa.checkpoints import CheckpointPolicy, TurnEnd
+from ownerserve.store.format.model import ID_BYTES, MissReason
 
 B = 16
 CELL = 4
@@ -148,6 +156,8 @@ class Guest:
         limits: SaveLimits | None = None,
         exact_end: bool = False,
         layout: Layout = LAYOUT,
+        policy: CheckpointPolicy | None = None,
+        lead: LeadForm | None = None,
     ) -> None:
         identity = Identity(
             model_id="m",
@@ -157,7 +167,7 @@ class Guest:
             numerics=Numerics(dtype="float32"),
             tenant_salt=bytes(32),
         )
-        names = RecordNames(identity, layout, engine="test/1", blocks=CELL)
+        names = RecordNames(identity, layout, engine="test/1", blocks=CELL, lead=lead)
         grows = 4.0 if names.range_names else 0.0
         model = ModelState(layers=2, block_tokens=B, range_bytes_per_token=grows, point_bytes=32)
         self.planner = CountedPlanner(model, GUEST)
@@ -172,7 +182,7 @@ class Guest:
             saves=Saves(
                 names,
                 operations,
-                policy=TurnEnd(),
+                policy=policy or TurnEnd(),
                 capture=Capture(exact_end=exact_end),
                 limits=limits,
             ),
@@ -187,9 +197,25 @@ class Guest:
         [find] = self.handle(TurnArrived(TURN, SESSION, pack(tokens)))
         while isinstance(find, FindRecords):  # it may look on
             held = {id_: Tier.DISK for id_ in find.ids if id_ in self.stored}
-            following = self.handle(RecordsFound(find.operation_id, held))
+            inside = self._inside(find.boundaries)
+            held |= {item.meta.id: Tier.DISK for item in inside}
+            following = self.handle(RecordsFound(find.operation_id, held, inside))
             find = following[0] if following else None
-            assert find is None or isinstance(find, FindRecords) or not held
+            assert find is None or isinstance(find, FindRecords | Start) or not held
+
+    def _inside(self, boundaries: Iterable[bytes]) -> tuple[Inside, ...]:
+        """As the store's index answers: the records that hold the first boundary that any does."""
+        for digest in boundaries:
+            found = [
+                Inside(copy.meta, 1 + at // ID_BYTES, digest)
+                for copy in self.stored.values()
+                for ends in (copy.meta.boundaries + copy.meta.prefix_hash,)
+                for at in range(0, len(ends), ID_BYTES)
+                if ends[at : at + ID_BYTES] == digest
+            ]
+            if found:
+                return tuple(found)
+        return ()
 
     def ask(self, hit: int) -> int | None:
         """What is offered beyond `hit`; None: nothing."""
@@ -624,3 +650,128 @@ def test_a_turn_goes_on_from_range_state_that_only_the_engine_has() -> None:
     assert guest.state.resume(TURN, len(PROMPT)) == Replay(160 - REPLAY, 160)
     guest.device.hit = 160 - B
     assert guest.state.resume(TURN, len(PROMPT)) == Restore(160 - B)
+
+
+CHEAP = Branches(PointCost(32, 4.0))
+"""As this model's point weighs beside its range state."""
+BRANCH = [*PROMPT[:120], *range(900, 980)]
+
+
+def test_the_first_branch_leaves_a_point_where_it_parts_and_the_second_goes_on_there() -> None:
+    guest = Guest(policy=CHEAP)
+    guest.run(PROMPT, prompt=200, steps=[200])
+    guest.device.hit = None
+    guest.arrive(BRANCH)
+    assert guest.ask(0) is None
+    assert guest.state.saves.junction(TURN) == 112
+    left = copies(guest.compute(BRANCH, 200))
+    assert ("swa", 112, 112) in left and ("swa", 192, 192) in left
+    guest.handle(TurnEnded(TURN, 0, 200, 200))
+    guest.device.hit = None
+    guest.arrive([*PROMPT[:120], *range(700, 750)])
+    assert guest.ask(0) == 112
+
+
+def test_a_branch_is_learnt_of_too_when_the_engine_was_asked_before_the_store_answered() -> None:
+    guest = Guest(policy=CHEAP)
+    guest.run(PROMPT, prompt=200, steps=[200])
+    guest.device.hit = 0
+    guest.arrive(BRANCH)
+    assert guest.state.report(TURN) is not None, "decided with the store's answer"
+    assert guest.state.saves.junction(TURN) == 112
+
+
+def test_recurrent_state_is_left_at_a_junction_where_a_step_ends_there() -> None:
+    guest = Guest(policy=CHEAP, exact_end=True)
+    guest.run(PROMPT, prompt=200, steps=[192, 200])
+    guest.device.hit = None
+    guest.arrive(BRANCH)
+    guest.ask(0)
+    assert ("swa", 112, 112) in copies(guest.compute(BRANCH, 112, 192, 200))
+
+
+def test_chunk_ends_get_points_as_long_as_there_is_room_for_copies() -> None:
+    """Turn ends do whatever room there is."""
+    prompt = list(range(1, 20_001))
+    roomy, full = Guest(policy=CHEAP), Guest(policy=CHEAP, limits=SaveLimits(copy_bytes=1))
+    points = {
+        guest: [first for name, first, _ in copies(guest.handle(event)) if name == "swa"]
+        for guest, event in [(g, _step(g, prompt)) for g in (roomy, full)]
+    }
+    assert points[roomy] == [2048, 4096, 6144, 8192]
+    assert points[full] == [2048]
+
+
+def _step(guest: Guest, prompt: list[int]) -> Computing:
+    guest.arrive(prompt)
+    return Computing(TURN, 0, 8192, pack(prompt[:0]))
+
+
+LEAD = LeadForm(
+    Component(name="swa_lead", coverage=Coverage.RANGE, slot_bytes=16, payload_bytes=16), "swa", 39
+)
+"""Windows of 40."""
+LONG = list(range(1, 601))
+
+
+def led(*steps: int, limits: SaveLimits | None = None) -> Guest:
+    """A guest that has the prompt LONG, computed in these steps."""
+    guest = Guest(policy=CHEAP, lead=LEAD, limits=limits)
+    guest.run(LONG, prompt=600, steps=steps)
+    guest.device.hit = None
+    return guest
+
+
+def branch(guest: Guest, at: int) -> FetchAndFill | None:
+    """What is brought for a prompt that parts from LONG at this token; None: nothing."""
+    guest.arrive([*LONG[:at], *range(900, 940)])
+    return guest.place() if guest.ask(0) is not None else None
+
+
+def test_a_lead_makes_every_boundary_of_a_prompts_last_tokens_a_point() -> None:
+    """592 is the prompt's last boundary; 16 units of its lead begin at 336."""
+    guest = led(600)
+    assert ("swa_lead", 336, 592) in copies(guest.stored.values())
+    bring = branch(guest, 583)
+    assert bring is not None, "576: a block before"
+    points = [(f.component, f.slots) for f in bring.fillings if f.component != "dense"]
+    assert points == [("swa", (576, 592)), ("swa_lead", (576, 592))]
+    wants = {want.id: (want.first_unit, want.end_unit) for want in bring.wants}
+    lead_id = next(id_ for id_, copy in guest.stored.items() if copy.component == "swa_lead")
+    assert wants[lead_id] == (15, 16)
+    ids = tuple(want.id for want in bring.wants)
+    assert guest.handle(Filled(bring.operation_id, ids)) == [Start(TURN)]
+
+
+def test_further_back_all_rows_are_the_leads() -> None:
+    guest = led(600)
+    bring = branch(guest, 360)
+    assert bring is not None
+    points = [(f.component, f.slots) for f in bring.fillings if f.component != "dense"]
+    assert points == [("swa_lead", (352, 592))]
+    lead_id = next(id_ for id_, copy in guest.stored.items() if copy.component == "swa_lead")
+    assert [(w.first_unit, w.end_unit) for w in bring.wants if w.id == lead_id] == [(1, 4)]
+
+
+def test_a_lead_without_its_point_is_used_where_it_has_all_rows_and_nowhere_else() -> None:
+    guest = led(600)
+    for id_ in [id_ for id_, copy in guest.stored.items() if copy.component == "swa"]:
+        del guest.stored[id_]
+    assert branch(guest, 583) is None
+    guest.handle(TurnGone(TURN))
+    guest.device.hit = None
+    assert branch(guest, 360) is not None
+
+
+def test_a_prompt_whose_last_step_is_short_leaves_two_leads() -> None:
+    """Rows before a step's own are gone: the step before leaves those of its end."""
+    guest = led(512, 600)
+    leads = [at[1:] for at in copies(guest.stored.values()) if at[0] == "swa_lead"]
+    assert leads == [(256, 512), (512, 592)]
+    assert branch(guest, 500) is not None
+
+
+def test_a_lead_waits_for_room_and_is_left_out_without_it() -> None:
+    guest = led(600, limits=SaveLimits(copy_bytes=1))
+    kept = [at[0] for at in copies(guest.stored.values())]
+    assert "swa" in kept and "swa_lead" not in kept

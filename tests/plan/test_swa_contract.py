@@ -19,6 +19,7 @@ from ownerserve.plan.swa.adaptive import (
     best_period,
     interior_cost,
 )
+from ownerserve.plan.swa.branches import Branches, PointCost
 from ownerserve.plan.swa.checkpoints import (
     Branched,
     CheckpointPolicy,
@@ -42,6 +43,7 @@ POLICIES: dict[str, Callable[[], CheckpointPolicy]] = {
     "zero": Zero,
     "turn-end": TurnEnd,
     "adaptive": lambda: Adaptive(V4_PRO),
+    "branches": lambda: Branches(PointCost(5_140_000, 5511.0)),
 }
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -61,8 +63,9 @@ def test_checkpoints_are_boundaries_of_the_turn_ascending_and_repeatable(
 ) -> None:
     policy = POLICIES[name]()
     chosen = policy.checkpoints(turn)
-    assert all(a < b for a, b in pairwise(chosen))
-    assert all(turn.start < at <= turn.end and at % 128 == 0 for at in chosen)
+    for positions in (chosen, policy.chunk_ends(turn)):
+        assert all(a < b for a, b in pairwise(positions))
+        assert all(turn.start < at <= turn.end and at % 128 == 0 for at in positions)
     assert policy.checkpoints(turn) == chosen
     assert policy.name == name
 
@@ -92,6 +95,38 @@ def test_turn_end_keeps_what_a_resend_an_extension_and_the_next_turn_hit() -> No
     assert TurnEnd().checkpoints(TurnSpan(0, 1536, 1700, 128)) == (1408, 1536, 1664)
     assert TurnEnd().checkpoints(TurnSpan(0, 1537, 1700, 128)) == (1536, 1664)
     assert TurnEnd().checkpoints(TurnSpan(1664, 1670, 1700, 128)) == ()
+
+
+def test_branches_keeps_turn_ends_and_where_the_prompt_parts_from_what_is_stored() -> None:
+    policy = Branches(PointCost(5_140_000, 5511.0))
+    assert policy.checkpoints(TurnSpan(0, 1536, 1700, 128, junctions=(700,))) == (
+        640,
+        1408,
+        1536,
+        1664,
+    )
+    assert policy.checkpoints(TurnSpan(1024, 1537, 1700, 128, junctions=(700,))) == (1536, 1664)
+
+
+@pytest.mark.parametrize(
+    ("point_bytes", "range_bytes_per_token", "spacing"),
+    [
+        (4_681_728, 36_864.0, 2048),  # gpt-oss-120b
+        (5_140_000, 5511.0, 8192),  # DeepSeek-V4-Pro
+        (77_300_000, 24_576.0, 8192),  # Qwen3-Next-80B
+        (435_900_000, 81_920.0, 0),  # Gemma-3-27B: a point costs more than its share
+        (1_000_000, 0.0, 0),  # nothing but windows
+    ],
+)
+def test_chunk_ends_are_kept_where_a_point_is_cheap_beside_the_range_state_between_two(
+    point_bytes: int, range_bytes_per_token: float, spacing: int
+) -> None:
+    ends = Branches(PointCost(point_bytes, range_bytes_per_token)).chunk_ends(
+        TurnSpan(5000, 50_000, 60_000, 64)
+    )
+    assert ends == (
+        tuple(range(5000 // spacing * spacing + spacing, 50_000, spacing)) if spacing else ()
+    )
 
 
 def test_full_is_about_eight_times_the_compressed_kv_on_v4_pro() -> None:

@@ -113,7 +113,8 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="POLICY",
     help="Boundaries whose window and recurrent state is stored: full, periodic:N (every N tokens),"
-    " zero (windows are replayed), turn-end, or adaptive (from observed reuse and costs).",
+    " zero (windows are replayed), turn-end, branches (and chunk ends where a point is cheap), or"
+    " adaptive (from observed reuse and costs).",
 )
 @click.option(
     "--store-upkeep",

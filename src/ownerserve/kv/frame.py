@@ -10,6 +10,7 @@ A stored record is one unit of bytes for each slot of one component:
     mla        latent         [layers, B, rank + rope dim]
     conv       columns        [layers, channels, kernel - 1]   oldest first
     recurrent  state          [layers, heads, key dim, value dim]
+    swa_lead   keys, values   [layers, B, heads, dim]          rows before a window, in order
     csa_main, csa_index, csa_overlap, hca: DeepSeek-V4's, as engines.hf.state shapes them
     pages, window_pages            [rows, blocks, bytes]   one engine's own bytes, for it alone
 
@@ -37,6 +38,8 @@ PART_ALIGN_BYTES = 16
 DENSE, WINDOW, MLA, CONV, RECURRENT = "dense", "swa", "mla", "conv", "recurrent"
 CSA_MAIN, CSA_INDEX, CSA_OVERLAP, HCA = "csa_main", "csa_index", "csa_overlap", "hca"
 PAGES, WINDOW_PAGES = "pages", "window_pages"
+LEAD = "swa_lead"
+"""Beside a model's sections and in no digest: what it adds to a point is optional."""
 COVERAGE_OF = {
     DENSE: Coverage.RANGE,
     MLA: Coverage.RANGE,
@@ -49,6 +52,7 @@ COVERAGE_OF = {
     CONV: Coverage.POINT,
     RECURRENT: Coverage.POINT,
     WINDOW_PAGES: Coverage.POINT,
+    LEAD: Coverage.RANGE,
 }
 SECTION_OF = {
     Role.DENSE: DENSE,

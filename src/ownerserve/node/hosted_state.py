@@ -32,10 +32,12 @@ from ownerserve.node.vocabulary.events import (
     Kept,
     NotFetched,
     NotKept,
+    Offer,
     OperationId,
     RecordsFound,
     RestoreReport,
     SessionOver,
+    Start,
     Tick,
     TurnArrived,
     TurnEnded,
@@ -87,7 +89,12 @@ class HostedNodeState:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take an event and return the effects that it asks for, in order."""
-        return list(self._handle(event, now))
+        effects = list(self._handle(event, now))
+        for effect in effects:
+            if isinstance(effect, Start | Offer):  # its way back was planned just now
+                known = self.restores.known_tokens(effect.turn_id)
+                self.saves.parted(effect.turn_id, known)
+        return effects
 
     def _handle(self, event: Event, now: float) -> Iterable[Effect]:
         restores, saves = self.restores, self.saves

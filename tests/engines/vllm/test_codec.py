@@ -13,10 +13,14 @@ from ownerserve.engines.hf.state.paged import DevicePool
 from ownerserve.engines.hf.state.states import describe as hf_describe
 from ownerserve.engines.vllm.layout import shape as vllm_shape
 from ownerserve.engines.vllm.layout.codec import PageCodec
+from ownerserve.engines.vllm.layout.places import BlockPlaces
 from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
-from ownerserve.kv.frame import DENSE, WINDOW
+from ownerserve.kv.frame import DENSE, LEAD, WINDOW
+from ownerserve.node.vocabulary.events import Filling, StoreCopy
+from ownerserve.node.vocabulary.records import LeadUse
+from ownerserve.store.format.model import ArtifactKind, Meta
 from tests.support.vllm_parts import specs
 
 pytestmark = pytest.mark.engine
@@ -145,6 +149,59 @@ def test_what_is_cut_is_the_whole(order: list[int] | None) -> None:
     assert len(list(codec.cut(place, memoryview(data), most_bytes=1 << 30))) == 1
     with pytest.raises(SpecMismatch):
         list(codec.cut(place, memoryview(data)[:-1], most_bytes=len(data) // 3))
+
+
+LED = 224
+"""A point, and boundaries before it that its lead makes points of."""
+NO_META = Meta(b"", ArtifactKind.RANGE, LEAD, b"", 0, 0)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=["side by side", "32 rows", "16 rows", "plain"])
+@pytest.mark.parametrize("position", [192, 160, 128])
+def test_a_point_and_its_lead_make_the_points_before_it(
+    order: list[int] | None, position: int
+) -> None:
+    """At 192 rows come from both; at 160 and before all of them from the lead."""
+    config = specs.Config([specs.sliding(0, 2), specs.dense(1, 3)])
+    shape = vllm_shape.describe(config, block_tokens=32)
+    caches = {
+        name: paged(order, number, TABLES[number % 2], 256)
+        for number in range(4)
+        for name in specs.layers(number)
+    }
+    orders = {DENSE: order, WINDOW: order}
+    codec = PageCodec(shape, caches, num_blocks=BLOCKS, key_orders=orders)
+    places, lead = BlockPlaces(shape), shape.lead()
+    assert lead is not None and lead.window_rows == W - 1
+    units = tuple(range(LED // 32 - 4, LED // 32))
+    saved = places.source(TABLES, StoreCopy(1, NO_META, LEAD, units))
+    assert (saved.start, saved.end) == (LED - W + 1 - 128, LED - W + 1)
+    rows_before = read(codec, saved)
+    point = read(codec, shape.place(WINDOW, TABLES, *shape.span(WINDOW, LED)))
+    there = [[11, 12, 13, 14, 15, 16, 17, 18], [24, 25, 26, 27, 28, 29, 32, 33]]
+    use = lead_use(position)
+    if use.base_id:
+        goal = places.goal(there, Filling(0, WINDOW, (position, LED)), hit=0, window_hit=0)
+        codec.write(goal, memoryview(point))
+    goal = places.goal(there, Filling(0, LEAD, (position, LED)), hit=0, window_hit=0)
+    unit = shape.components[LEAD].section.unit_bytes
+    data = memoryview(rows_before)[use.first * unit : (use.first + use.units) * unit]
+    for part, piece in codec.cut(goal, data, most_bytes=unit):
+        codec.write(part, piece)
+    own = shape.span(WINDOW, position)
+    assert read(codec, shape.place(WINDOW, there, *own)) == read(
+        codec, shape.place(WINDOW, TABLES, *own)
+    )
+    untouched = caches[specs.layers(0)[0]][there[0][position // 32]]
+    assert (untouched == -1.0).all(), "nothing is written behind the boundary"
+
+
+def lead_use(position: int) -> LeadUse:
+    """How a lead of four units is used for a boundary before LED."""
+    away = (LED - position) // 32
+    rows_led = min(W - 1, LED - position)
+    base = b"" if rows_led == W - 1 else b"point"
+    return LeadUse(position // 32, LED // 32, 4 - away, -(-rows_led // 32), base)
 
 
 def test_blocks_that_are_not_ours_stay_as_they_are() -> None:

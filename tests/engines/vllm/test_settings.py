@@ -35,7 +35,7 @@ def test_what_waits_for_the_drive_follows_from_what_waits_for_its_copy(tmp_path:
         ({"store": "x", "save_buffer_bytes": -1}, "save_buffer_bytes: -1"),
         ({"store": "x", "staging_bytes": 0}, "staging_bytes: 0"),
         ({"store": "x", "host_cache_bytes": "1GB"}, "host_cache_bytes"),
-        ({"store": "x", "checkpoints": "often"}, "use one of turn-end"),
+        ({"store": "x", "checkpoints": "often"}, "use one of branches"),
         ({"store": "x", "drafter": "right"}, "use one of left-out, kept"),
         ({"store": "x", "restores": "never"}, "use one of by-cost, always"),
         ({"store": "x", "soft_reference": {"pool_fraction": 2}}, "pool_fraction"),

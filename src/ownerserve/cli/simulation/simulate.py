@@ -102,7 +102,7 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     "--checkpoints",
     default="turn-end",
     show_default=True,
-    help="Which point state is stored: full, periodic:N, zero, turn-end, adaptive.",
+    help="Which point state is stored: full, periodic:N, zero, turn-end, branches, adaptive.",
 )
 @click.option(
     "--engine-abilities",

@@ -59,13 +59,15 @@ from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.inputs import VLLM, Abilities, replaying_windows
 from ownerserve.plan.restore import Planner
+from ownerserve.plan.swa.branches import Branches, PointCost
 from ownerserve.plan.swa.checkpoints import CheckpointPolicy, Full, TurnEnd, Zero
 from ownerserve.plan.window_replay import why_too_long
 from ownerserve.store.disk.tier import DiskOptions
 
 log = logging.getLogger("vllm.ownerserve")
 
-POLICY_OF: dict[str, type[CheckpointPolicy]] = {"turn-end": TurnEnd, "full": Full, "zero": Zero}
+SIMPLE: dict[str, type[CheckpointPolicy]] = {"turn-end": TurnEnd, "full": Full, "zero": Zero}
+"""Policies that need to know nothing of the model."""
 
 
 RECORD_TOKENS = 1024
@@ -183,6 +185,8 @@ class ConnectorParts:
             engine=FORMAT,
             blocks=self.record_blocks,
             parts=arrays_of(self.shape),
+            # Stages describe what they keep, each its own: not yet leads.
+            lead=self.shape.lead() if self.ranks.stages == 1 else None,
         )
 
     def state(self, name: Identity) -> HostedNodeState:
@@ -192,7 +196,7 @@ class ConnectorParts:
         saves = Saves(
             names,
             operations,
-            policy=POLICY_OF[settings.checkpoints](),
+            policy=self.policy(),
             capture=Capture(exact_end=self.shape.is_recurrent),
             limits=SaveLimits(copy_bytes=settings.copy_bytes, buffer_bytes=settings.buffer_bytes),
         )
@@ -210,6 +214,16 @@ class ConnectorParts:
             saves=saves,
             settings=node,
         )
+
+    def policy(self) -> CheckpointPolicy:
+        """Make the policy that says which boundaries get point state."""
+        simple = SIMPLE.get(self.settings.checkpoints)
+        return simple() if simple is not None else Branches(self.point_cost())
+
+    def point_cost(self) -> PointCost:
+        """Return what the model's point weighs here."""
+        model = self.shape.model_state()
+        return PointCost(model.point_bytes, model.range_bytes_per_token)
 
     def forget_weights(self) -> None:
         """Go on under a name that no one else ever bore: the weights may be others from now on."""
@@ -447,5 +461,5 @@ def stage_of(parts: ConnectorParts) -> Stage:
 
 
 def arrays_of(shape: StateShape) -> dict[str, tuple[PayloadPart, ...]]:
-    """Return the arrays in a unit of each component."""
-    return {section.name: section.parts for section in shape.payload.sections}
+    """Return the arrays in a unit of each component, the lead's too."""
+    return {name: at.section.parts for name, at in shape.components.items()}

@@ -445,6 +445,19 @@ def sub_connectors(connector: Any) -> list[Any]:
     return list(getattr(connector, "sub_connectors", None) or [connector])
 
 
+def end_a_step_at(request: Any, tokens: int) -> None:
+    """Let vLLM take `tokens` for a place where the request's prompt parts from others', unless it
+    knows a deeper one: its cache keeps windows there, and a step ends there that would leave
+    recurrent state behind. Said while it looks for what the request goes on from."""
+    if tokens > getattr(request, "shared_prefix_boundary", tokens):
+        request.shared_prefix_boundary = tokens
+
+
+def parts_at(request: Any) -> int:
+    """Return up to where vLLM has some kind of the request's state; 0: no deeper than all kinds."""
+    return int(getattr(request, "shared_prefix_boundary", 0))
+
+
 def attention_of(vllm_config: Any) -> dict[str, str]:
     """Return the name of each layer's attention backend, on a worker whose model is loaded."""
     layers = vllm_config.compilation_config.static_forward_context

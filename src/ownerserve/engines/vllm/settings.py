@@ -13,7 +13,7 @@ from ownerserve.kv.addresses import LAST_PORT
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB
 
-POLICIES = ("turn-end", "full", "zero")
+POLICIES = ("branches", "turn-end", "full", "zero")
 RESTORES = ("by-cost", "always")
 DRAFTERS = ("left-out", "kept")
 
@@ -72,7 +72,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     restores: str = "by-cost"
     record_blocks: int = 0
     block_tokens: int = 0
-    checkpoints: str = "turn-end"
+    checkpoints: str = "branches"
     drafter: str = "left-out"
     copy_bytes: int = 256 * MIB
     save_buffer_bytes: int = 0

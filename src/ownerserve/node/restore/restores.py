@@ -131,12 +131,16 @@ class PendingRestore(msgspec.Struct, eq=False):
     unasked: tuple[range, ...] = ()
     asked: dict[bytes, sources.RecordQuery] = {}
     found: dict[bytes, Tier] = {}
+    bases: set[bytes] = set()
+    """Ids of other prefixes' points that were asked for, since a lead of theirs was found."""
     bad: set[bytes] = set()
     attempts: int = 0
     misses: int = 0
     plan: RestorePlan | None = None
     match: Match | None = None
     """What the device had when `plan` was made."""
+    known_tokens: int = 0
+    """Up to where the device and the store had range state then."""
     readings: tuple[sources.RecordRead, ...] = ()
     arrival: Arrival | None = None
     room: SlotsReserved | None = None
@@ -199,6 +203,12 @@ class Restores:
         """Decide the same for a turn of `tokens` tokens in an engine that owns its blocks, once it
         has said what it has."""
         return self._resumed(self._device.match(turn_id, b""), tokens)
+
+    def known_tokens(self, turn_id: TurnId) -> int:
+        """Return up to where the turn's prompt had range state when its way back was planned; 0
+        where none was, or its report was taken."""
+        told = self._pending.get(turn_id) or self.reports.get(turn_id)
+        return 0 if told is None else told.known_tokens
 
     def use(self, planner: Planner) -> None:
         """Plan with `planner` from now on, since the engine has learnt what it can do."""
@@ -302,7 +312,9 @@ class Restores:
         asked = sources.record_queries(pending.names, pending.digests, ranges=depths, points=points)
         pending.asked.update(asked)
         operation_id = self._begin(pending)
-        boundaries = tuple(reversed(pending.digests[ends.start : ends.stop]))
+        # Where a cell is whole, a lead may go on behind it.
+        first = ends.start - 1 if pending.names.lead is not None and ends.start else ends.start
+        boundaries = tuple(reversed(pending.digests[first : ends.stop]))
         tenant = pending.names.tenant
         return FindRecords(operation_id, tuple(asked), pending.deadline_s, boundaries, tenant)
 
@@ -312,8 +324,16 @@ class Restores:
         if pending is None:
             return ()
         pending.found.update(event.held)
-        pending.asked.update(sources.queries_inside(pending.names, pending.digests, event.inside))
-        find = self._look_on(pending)
+        inside = sources.queries_inside(pending.names, pending.digests, event.inside)
+        pending.asked.update(inside)
+        bases = {query.lead.base_id for query in inside.values() if query.lead is not None}
+        find: FindRecords | None
+        if bases := bases - {b""} - pending.bases:
+            pending.bases |= bases
+            ids, tenant = tuple(sorted(bases)), pending.names.tenant
+            find = FindRecords(self._begin(pending), ids, pending.deadline_s, tenant=tenant)
+        else:
+            find = self._look_on(pending)
         return self._decide(pending, now) if find is None else [find]
 
     def _look_on(self, pending: PendingRestore) -> FindRecords | None:
@@ -479,6 +499,7 @@ class Restores:
             pending.phase, pending.deadline_s = RestorePhase.FOUND, inf
             return ()
         pending.match = match
+        pending.known_tokens = sources.covered_tokens(pending.names, match, stored)
         pending.plan = self._plan(pending.names, match, stored, tokens=count, backlog=event.backlog)
         way = pending.plan.chosen
         if not sources.is_loading(way):
@@ -536,10 +557,10 @@ class Restores:
         room, start = pending.room, pending.room.start // self._block
         fillings = []
         for part, reading in enumerate(pending.readings):
-            if reading.is_point:
-                slots: tuple[int, ...] = (
-                    room.points[reading.end * self._block][reading.component],
-                )
+            if reading.led_to:
+                slots: tuple[int, ...] = (reading.end * self._block, reading.led_to * self._block)
+            elif reading.is_point:
+                slots = (room.points[reading.end * self._block][reading.component],)
             else:
                 slots = room.blocks[reading.first - start : reading.end - start]
             fillings.append(Filling(part, reading.component, slots))
@@ -574,6 +595,7 @@ class Restores:
             else 0,
             brought_tokens=self._brought_tokens(pending) if loaded else 0,
             misses=pending.misses,
+            known_tokens=pending.known_tokens,
         )
         return Start(turn_id)
 

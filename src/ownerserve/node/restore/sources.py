@@ -13,7 +13,7 @@ Abilities (plan.inputs) say what may be planned for a device; nothing here asks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -33,7 +33,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.node.vocabulary.events import TurnArrived
-from ownerserve.node.vocabulary.records import Cell, Digests, Inside, RecordNames
+from ownerserve.node.vocabulary.records import Cell, Digests, Inside, LeadUse, RecordNames
 from ownerserve.plan.inputs import Backlog, RangeSpan, RestoreQuery
 from ownerserve.plan.outcome import Priced
 from ownerserve.plan.residency import NEAREST_FIRST, PointRow, RangeRow, points_of, spans_of
@@ -179,17 +179,20 @@ LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
 
 class RecordQuery(msgspec.Struct, frozen=True):
     """A `RecordQuery` says what a record's id stands for: the component's blocks of `cell`, or the
-    point at its end when the cell is empty."""
+    point at its end when the cell is empty; that point is another one's lead if `lead` says how."""
 
     component: str
     cell: Cell
+    lead: LeadUse | None = None
 
 
 class StoredRecord(msgspec.Struct, frozen=True):
-    """A `StoredRecord` is a record's id with the nearest tier that is said to have it."""
+    """A `StoredRecord` is a record's id with the nearest tier that is said to have it; `lead`: how
+    it gives the point, if it is another one's lead."""
 
     id: bytes
     tier: Tier
+    lead: LeadUse | None = None
 
 
 class StoredRecords(msgspec.Struct, frozen=True):
@@ -225,8 +228,15 @@ def queries_inside(
 ) -> dict[bytes, RecordQuery]:
     """Return what the records `inside`, which share only their beginning with the prefix, can give
     it, by id."""
-    cells = ((item.meta, names.shared_cell(item, digests)) for item in inside)
-    return {meta.id: RecordQuery(meta.component, cell) for meta, cell in cells if cell is not None}
+    queries: dict[bytes, RecordQuery] = {}
+    for item in inside:
+        cell, lead = names.shared_cell(item, digests), names.lead_use(item, digests)
+        if cell is not None:
+            queries[item.meta.id] = RecordQuery(item.meta.component, cell)
+        elif lead is not None and names.lead is not None:
+            point = Cell(lead.depth, lead.depth)
+            queries[item.meta.id] = RecordQuery(names.lead.point_name, point, lead)
+    return queries
 
 
 def stored_records(
@@ -244,7 +254,12 @@ def stored_records(
         what = asked.get(id_)
         if what is None or id_ in without:
             continue
-        if what.cell.first == what.cell.end:
+        if what.lead is not None:
+            base = what.lead.base_id
+            if not base or (base in found and base not in without):
+                at = points.setdefault(what.cell.end, {})
+                at.setdefault(what.component, StoredRecord(id_, tier, what.lead))
+        elif what.cell.first == what.cell.end:
             points.setdefault(what.cell.end, {})[what.component] = StoredRecord(id_, tier)
         else:
             ranges.setdefault(what.cell, {})[what.component] = StoredRecord(id_, tier)
@@ -301,6 +316,15 @@ def restore_query(
     )
 
 
+def covered_tokens(names: RecordNames, match: Match, stored: StoredRecords) -> int:
+    """Return up to where range state is on the device or stored, without a gap; 0 for a model that
+    has none."""
+    if not names.range_names:
+        return 0
+    spans = spans_of(_range_rows(names, match, stored), names.range_names)
+    return spans[-1].end if spans else 0
+
+
 def _range_rows(names: RecordNames, match: Match, stored: StoredRecords) -> list[RangeRow]:
     """Return a row for each component and each run of cells that touch and lie in one tier."""
     layout, runs = names.layout, list[tuple[int, int, Tier]]()
@@ -329,7 +353,8 @@ def is_loading(way: Priced) -> bool:
 
 class RecordRead(msgspec.Struct, frozen=True):
     """A `RecordRead` is one want and where its bytes belong: blocks [first, end) of the prefix, or
-    a point where the two are equal."""
+    a point where the two are equal. `led_to`: the depth of the point, behind this one, whose record
+    or lead is read; 0: it is this one's own."""
 
     want: Want
     component: str
@@ -337,6 +362,7 @@ class RecordRead(msgspec.Struct, frozen=True):
     end: int
     size_bytes: int
     tier: Tier
+    led_to: int = 0
 
     @property
     def is_point(self) -> bool:
@@ -365,7 +391,26 @@ def record_reads(
     if way.checkpoint is not None and any(s.action is RestoreAction.LOAD_POINT for s in way.steps):
         depth = way.checkpoint // block
         for name, record in stored.points.get(depth, {}).items():
+            if record.lead is not None:
+                found += _reads_of_lead(names, record, record.lead)
+                continue
             want = Want(record.id, descriptor=names.descriptor(name))
             size = names.slot_bytes(name)
             found.append(RecordRead(want, name, depth, depth, size, record.tier))
     return tuple(found)
+
+
+def _reads_of_lead(names: RecordNames, record: StoredRecord, lead: LeadUse) -> Iterator[RecordRead]:
+    """Yield the reads that bring a point by the lead of another one: of that one's record, where
+    its rows are needed too, and of the lead."""
+    assert names.lead is not None
+    component, depth = names.lead.component.name, lead.depth
+    name = names.lead.point_name
+    if lead.base_id:
+        want = Want(lead.base_id, descriptor=names.descriptor(name))
+        size = names.slot_bytes(name)
+        yield RecordRead(want, name, depth, depth, size, record.tier, led_to=lead.end)
+    units = (lead.first, lead.first + lead.units)
+    want = Want(record.id, *units, descriptor=names.descriptor(component))
+    size = names.slot_bytes(component) * lead.units
+    yield RecordRead(want, component, depth, depth, size, record.tier, led_to=lead.end)

@@ -31,6 +31,7 @@ from ownerserve.plan.gaps import Gap, GapCosts, GapStats, can_prefetch, plan_gap
 from ownerserve.plan.inputs import Abilities, ModelState
 from ownerserve.plan.swa.accounting import WriteAccount
 from ownerserve.plan.swa.adaptive import Adaptive, Economics
+from ownerserve.plan.swa.branches import Branches, PointCost
 from ownerserve.plan.swa.checkpoints import (
     Branched,
     CheckpointPolicy,
@@ -52,16 +53,18 @@ SIMPLE: dict[str, Callable[[], CheckpointPolicy]] = {
 
 
 def policy_of(text: str, model: ModelState, costs: CostModel) -> CheckpointPolicy:
-    """Return the checkpoint policy that `text` names: full, periodic:N (tokens), zero, turn-end or
-    adaptive. Raises InvalidInput for other words."""
+    """Return the checkpoint policy that `text` names: full, periodic:N (tokens), zero, turn-end,
+    branches or adaptive. Raises InvalidInput for other words."""
     name, _, period = text.partition(":")
     if name in SIMPLE and not period:
         return SIMPLE[name]()
+    if name == "branches" and not period:
+        return Branches(PointCost(model.point_bytes, model.range_bytes_per_token))
     if name == "adaptive" and not period:
         return Adaptive(economics(model, costs))
     if name == "periodic" and period.isdigit() and int(period):
         return Periodic(int(period))
-    mend = "use full, periodic:N (tokens), zero, turn-end or adaptive"
+    mend = "use full, periodic:N (tokens), branches, zero, turn-end or adaptive"
     raise InvalidInput("checkpoints", repr(text), mend)
 
 
@@ -90,13 +93,14 @@ class Checkpoints:
         """Return the positions, in tokens, at which the engine should take a snapshot as the prompt
         passes them."""
         span = TurnSpan(start, prompt_end, prompt_end, self._model.block_tokens)
-        return frozenset(self.policy.checkpoints(span))
+        return frozenset(self.policy.checkpoints(span)).union(self.policy.chunk_ends(span))
 
     def ended(self, span: TurnSpan) -> set[int]:
         """Return the depths, in blocks, whose point state is to be stored, now that the turn is
         over; the policy learns of the turn."""
         self.policy.observe(Produced(span))
-        return {at // span.block_tokens for at in self.policy.checkpoints(span)}
+        kept = (*self.policy.checkpoints(span), *self.policy.chunk_ends(span))
+        return {at // span.block_tokens for at in kept}
 
     def restored(self, report: RestoreReport, turn_ends: frozenset[int]) -> None:
         """Teach the policy where a restore went on: at the session's own turn end, or at a branch

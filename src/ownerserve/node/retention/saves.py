@@ -86,6 +86,9 @@ class SavingTurn(msgspec.Struct, eq=False):
     chain: PrefixChain
     prompt: int
     points: frozenset[int]
+    """Positions whose point state is kept, whatever room there is."""
+    chunk_ends: frozenset[int]
+    """Positions whose point state is kept where there is room for copies."""
     session_id: SessionId | None
     stored: set[bytes] = set()
     depths: set[int] = set()
@@ -93,6 +96,8 @@ class SavingTurn(msgspec.Struct, eq=False):
     open: int = 0
     """Copies that nobody has answered."""
     tip: Tip | None = None
+    junction: int = 0
+    """Where the prompt parts from what is stored; 0: not known, or nowhere."""
     end: int = 0
     last: int = 0
     """Blocks that are computed, as far as they were told."""
@@ -343,8 +348,28 @@ class Saves:
         self.late.lost(turn_id)
         span = TurnSpan(0, prompt, prompt, self._block)
         points = frozenset(self._policy.checkpoints(span))
+        chunk_ends = frozenset(self._policy.chunk_ends(span)) - points
         names = self.names.of(tenant)
-        self._running[turn_id] = SavingTurn(names, tenant, chain, prompt, points, session_id)
+        self._running[turn_id] = SavingTurn(
+            names, tenant, chain, prompt, points, chunk_ends, session_id
+        )
+
+    def parted(self, turn_id: TurnId, position: int) -> None:
+        """Note that up to `position` the turn's prompt is like something that is stored, or on the
+        device: the next one that parts there goes on at the point that this turn leaves, if the
+        policy wants one."""
+        running, at = self._running.get(turn_id), position // self._block * self._block
+        if running is None or not running.junction < at < running.prompt:
+            return
+        running.junction = at
+        span = TurnSpan(0, running.prompt, running.prompt, self._block, junctions=(at,))
+        running.points = frozenset(self._policy.checkpoints(span))
+
+    def junction(self, turn_id: TurnId) -> int:
+        """Return the position at which the turn is to leave a point for others that part there; 0:
+        there is none."""
+        running = self._running.get(turn_id)
+        return 0 if running is None or running.junction not in running.points else running.junction
 
     def known(self, turn_id: TurnId, ids: set[bytes]) -> None:
         """Note that records `ids` stand in the store, so that the turn does not copy them."""
@@ -375,6 +400,9 @@ class Saves:
             elif position > running.prompt:
                 running.pinned = position
                 effects.append(Pin(event.turn_id, position))
+            elif self.room.fits(self._unsaved_point(running, position)):
+                effects += self._point(running, position)
+        effects += self._lead(running, event)
         running.last = min(event.end // self._block, len(running.chain.digests))
         if event.start < running.prompt <= event.end:
             running.rest = running.last
@@ -507,25 +535,56 @@ class Saves:
         may want."""
         if not self.names.layout.point_names:
             return
-        block = self._block
+        block, chunk_ends = self._block, running.chunk_ends
         first = event.start // block * block + block
+        if self._capture.exact_end:
+            at = event.end // block * block
+            if at < first or at != event.end:
+                return
+            chunks = any(event.start < chunk_end <= at for chunk_end in chunk_ends)
+            if at in running.points or at > running.prompt or chunks:
+                yield at
+            return
         for position in range(first, event.end + 1, block):
-            if position == event.end or not self._capture.exact_end:
-                wanted = position in running.points or position + block > event.end
-                if wanted:
-                    yield position
+            is_last = position + block > event.end and position > running.prompt
+            if is_last or position in running.points or position in chunk_ends:
+                yield position
+
+    def _unsaved_point(self, running: SavingTurn, position: int) -> list[Unsaved]:
+        """Return the state of a point that the store does not have."""
+        names, depth, digests = running.names, position // self._block, running.chain.digests
+        return [
+            Unsaved(names.point_meta(name, depth, digests), name, (position,))
+            for name in names.layout.point_names
+            if names.point_id(name, depth, digests) not in running.stored
+        ]
+
+    def _lead(self, running: SavingTurn, event: Computing) -> Iterator[StoreCopy]:
+        """Yield the copies of the rows before the window where a prompt ends, as far as this step
+        has them, if there is room. Where it begins so late that it has too few, they are copied in
+        the step before it too, with the point at its end."""
+        tokens, prompt = self._policy.lead_tokens, running.prompt
+        end = min(event.end, prompt) // self._block * self._block
+        if not tokens or event.start >= prompt or prompt - event.end >= tokens:
+            return
+        depth, names, digests = end // self._block, running.names, running.chain.digests
+        units = names.lead_units(depth, tokens=min(tokens, end - event.start))
+        if not units:
+            return
+        cell = Cell(depth - units, depth)
+        meta = names.lead_meta(cell, digests)
+        if meta.id in running.stored:
+            return
+        unsaved = Unsaved(meta, meta.component, tuple(range(cell.first, cell.end)))
+        if self.room.fits([unsaved, *self._unsaved_point(running, end)]):
+            yield from self._point(running, end)
+            yield from self.room.copies(running, [unsaved], self._begin)
 
     def _point(self, running: SavingTurn, position: int) -> Iterator[StoreCopy]:
-        """Yield the copies of a point. They wait for no room: their blocks are gone in the next
-        step."""
-        names, depth, digests = running.names, position // self._block, running.chain.digests
-        running.depths.add(depth)
-        for name in names.layout.point_names:
-            id_ = names.point_id(name, depth, digests)
-            if id_ not in running.stored:
-                meta = names.point_meta(name, depth, digests)
-                unsaved = Unsaved(meta, name, (position,))
-                yield from self.room.copies(running, [unsaved], self._begin)
+        """Yield the copies of a point. Those of turn ends and junctions wait for no room: their
+        blocks are gone in the next step."""
+        running.depths.add(position // self._block)
+        yield from self.room.copies(running, self._unsaved_point(running, position), self._begin)
 
     def _range(self, turn_id: TurnId, running: SavingTurn) -> Iterator[StoreCopy]:
         """Yield copies of the cells that are not asked for yet, in order, as far as there is room:

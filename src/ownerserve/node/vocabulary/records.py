@@ -7,6 +7,7 @@ prompt is found by asking for ids: no listing, nothing to rebuild after a restar
     blocks   0 1 2 3 4 5 6 7 | 8 9 10 11 ...            record_blocks = 8
     range    [0, 8)            [8, 11) [8, 16)          begins on the grid, ends at any boundary
     point                   ^           ^               one record a boundary
+    lead                   [~~~~~~)                     rows before a point's window
 
 A session that grows writes its last, unfinished cell again when it is longer: at most one cell
 twice a turn. Every component has its own record; the payload is a unit of bytes for each block.
@@ -27,7 +28,7 @@ from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.prefix import ArtifactIds, ArtifactKey, Identity, PointKey, RangeKey
 from ownerserve.kv.specs import Coverage
 from ownerserve.store.format.convert import ByteOrder, PayloadLayout
-from ownerserve.store.format.model import ID_BYTES, SHARED, ArtifactKind, Meta, meta_of
+from ownerserve.store.format.model import ID_BYTES, SHARED, Meta, meta_of
 
 # ---- how a record's bytes lie, as the store's reader can convert them
 #
@@ -132,6 +133,33 @@ class Cell(msgspec.Struct, frozen=True):
     end: int
 
 
+class LeadForm(msgspec.Struct, frozen=True):
+    """A `LeadForm` says how the windows of a model lead up to a point's: `component` is the lead's,
+    a unit of it is the rows of B tokens, and the model's one point component `point_name` keeps
+    `window_rows` rows."""
+
+    component: Component
+    point_name: str
+    window_rows: int
+
+
+class LeadUse(msgspec.Struct, frozen=True):
+    """A `LeadUse` says how the lead of a point at `end` gives the point at `depth`, both in blocks:
+    units [first, first + units) of the lead's record, and of the point's record `base_id` the rows
+    before `depth`; empty where the lead has all of them.
+
+        lead    [~~u~~|~~u~~|~~u~~)                 K units, up to the window of the point at `end`
+        point                      [== window ==)end
+        here          [~~~~~~ window ~~~~)depth
+    """
+
+    depth: int
+    end: int
+    first: int
+    units: int
+    base_id: bytes = b""
+
+
 class Inside(msgspec.Struct, frozen=True):
     """An `Inside` is a stored record that holds `boundary` at the end of its first `units`
     units."""
@@ -153,23 +181,29 @@ class RecordNames:
         engine: str,
         blocks: int,
         parts: Parts | None = None,
+        lead: LeadForm | None = None,
     ) -> None:
         """Make the names. `engine` names the byte layout of a slot, and its version; `blocks` are
         those of a record; `parts` the arrays in a slot, without which no other layout can be
-        converted."""
+        converted; `lead` is None where points have none."""
         self.layout = layout
+        self.lead = lead
+        components = layout.components
+        if lead is not None:
+            components += (lead.component,)
         self.range_names, self.point_names = layout.range_names, layout.point_names
         self.identity = identity
         self.blocks = blocks
         self._parts = parts
-        self._descriptors = descriptors(layout, parts or {}, form=engine)
+        named = msgspec.structs.replace(layout, components=components)
+        self._descriptors = descriptors(named, parts or {}, form=engine)
         self._engine = engine
         digest = identity.digest()
-        self._ids = {c.name: ArtifactIds(digest, c.name) for c in layout.components}
+        self._ids = {c.name: ArtifactIds(digest, c.name) for c in components}
         self._places: dict[str, list[bytes]] = {name: [] for name in self.range_names}
         self.tenant = identity.tenant_salt if any(identity.tenant_salt) else SHARED
-        self._slot_bytes = {c.name: c.slot_bytes for c in layout.components}
-        self._metas = {c.name: self._meta(c) for c in layout.components}
+        self._slot_bytes = {c.name: c.slot_bytes for c in components}
+        self._metas = {c.name: self._meta(c) for c in components}
 
     def descriptor(self, component: str) -> bytes:
         """Return the encoded descriptor of the component's records, as their headers hold it."""
@@ -181,7 +215,12 @@ class RecordNames:
             return self
         identity = msgspec.structs.replace(self.identity, tenant_salt=tenant)
         return RecordNames(
-            identity, self.layout, engine=self._engine, blocks=self.blocks, parts=self._parts
+            identity,
+            self.layout,
+            engine=self._engine,
+            blocks=self.blocks,
+            parts=self._parts,
+            lead=self.lead,
         )
 
     def slot_bytes(self, component: str) -> int:
@@ -239,7 +278,7 @@ class RecordNames:
         ids, first = self._ids.get(meta.component), meta.first_token // block
         depth = first + inside.units
         hashed = PrefixHash(meta.prefix_hash)
-        if ids is None or meta.kind is not ArtifactKind.RANGE or first % self.blocks:
+        if ids is None or meta.component not in self.range_names or first % self.blocks:
             return None
         if ids.range(hashed, meta.first_token, meta.end_token) != meta.id:
             return None
@@ -262,6 +301,38 @@ class RecordNames:
             units=units,
             boundaries=inner,
         )
+
+    def lead_units(self, depth: int, *, tokens: int) -> int:
+        """Return how many units the lead of the point at `depth` blocks has, given for how many
+        tokens before it rows are to be had; 0: none, or too few to be of use."""
+        if self.lead is None:
+            return 0
+        block = self.layout.block_tokens
+        units = min(tokens, max(0, depth * block - self.lead.window_rows)) // block
+        return units if units > 1 else 0
+
+    def lead_meta(self, cell: Cell, digests: Digests) -> Meta:
+        """Return the metadata of the lead that makes a point of each boundary inside `cell`, whose
+        end has one."""
+        assert self.lead is not None
+        return self.range_meta(self.lead.component.name, cell, digests)
+
+    def lead_use(self, inside: Inside, digests: Digests) -> LeadUse | None:
+        """Return how a lead gives a point of the prefix; None when the record is none, or the
+        boundary is not the prefix's."""
+        meta, lead, block = inside.meta, self.lead, self.layout.block_tokens
+        if lead is None or meta.component != lead.component.name or inside.units >= meta.units:
+            return None
+        hashed, end = PrefixHash(meta.prefix_hash), meta.end_token // block
+        depth = end - meta.units + inside.units
+        if self._ids[meta.component].range(hashed, meta.first_token, meta.end_token) != meta.id:
+            return None
+        if not 0 < depth <= len(digests) or digests[depth - 1] != inside.boundary:
+            return None
+        rows = min(lead.window_rows, (end - depth) * block)
+        base = self._ids[lead.point_name].point(hashed, end * block)
+        has_all = rows == lead.window_rows
+        return LeadUse(depth, end, inside.units, -(-rows // block), b"" if has_all else base)
 
     def point_meta(self, component: str, depth: int, digests: Digests) -> Meta:
         """Return the metadata of the component's point record at `depth` blocks."""

@@ -21,13 +21,14 @@ from ownerserve.kv.errors import InvalidInput
 
 class TurnSpan(msgspec.Struct, frozen=True):
     """A turn's span is the tokens of one turn: [start, prompt_end) prefilled, [prompt_end, end)
-    generated.
+    generated. At `junctions` its prompt parts from what is stored.
     """
 
     start: int
     prompt_end: int
     end: int
     block_tokens: int
+    junctions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.prompt_end <= self.end or self.block_tokens < 1:
@@ -84,13 +85,23 @@ Reuse = Produced | Resumed | Branched
 
 
 class CheckpointPolicy:
-    """CheckpointPolicy is the base of all policies: only `checkpoints` must be given."""
+    """CheckpointPolicy is the base of all policies: only `checkpoints` must be given.
+
+    `lead_tokens` is how far before a prompt's end every boundary is to be kept, 0: only those of
+    `checkpoints` are.
+    """
 
     name: ClassVar[str]
+    lead_tokens: ClassVar[int] = 0
 
     def checkpoints(self, turn: TurnSpan) -> tuple[int, ...]:
         """Return the boundaries in (start, end] whose point state is written, ascending."""
         raise NotImplementedError
+
+    def chunk_ends(self, turn: TurnSpan) -> tuple[int, ...]:
+        """Return the boundaries of a prompt whose point state is written as well, ascending, as
+        long as there is room for copies; an engine that has none there may take the next one."""
+        return ()
 
     def written_bytes(self, turn: TurnSpan, size: StateSize) -> int:
         """Return the bytes of point state that this turn writes."""

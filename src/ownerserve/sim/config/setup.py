@@ -45,7 +45,7 @@ class Tiers(msgspec.Struct, frozen=True, kw_only=True):
     disk_bytes: int = 0
     remote_bytes: int = 0
     checkpoints: str = "turn-end"
-    """node.retention.checkpoints: full, periodic:N, zero, turn-end or adaptive."""
+    """node.retention.checkpoints: full, periodic:N, zero, turn-end, branches or adaptive."""
     disk_bytes_per_day: float | None = None
 
     @property

@@ -35,11 +35,22 @@ from ownerserve.engines.vllm.layout.packed import PageRun
 from ownerserve.engines.vllm.layout.shape import ComponentMap, StateShape
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
-from ownerserve.kv.frame import CONV, MLA, RECURRENT, WINDOW, WINDOW_PAGES, Lane, PayloadPart
+from ownerserve.kv.frame import (
+    CONV,
+    LEAD,
+    MLA,
+    RECURRENT,
+    WINDOW,
+    WINDOW_PAGES,
+    Lane,
+    PayloadPart,
+)
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.units import MIB
 
 LATENT_DIMS = 3
+BY_ROW = (WINDOW, LEAD)
+"""Components of which any run of tokens is copied, and not blocks as they are."""
 
 
 class Series(msgspec.Struct, frozen=True):
@@ -147,7 +158,7 @@ class PageCodec:
             offset = conv.payload_bytes // conv.layers if name == RECURRENT else 0
             is_swapped = name in self._transposed
             return _state(cache, at, group, offset=offset, is_swapped=is_swapped)
-        order = self._key_orders[name]
+        order = self._key_orders[WINDOW if name == LEAD else name]
         return _attention(_by_kernel_block(cache, blocks), at, group, order=order)
 
     def _row(self, name: str, row: PageRun, caches: Mapping[str, Any]) -> Series:
@@ -178,11 +189,12 @@ class PageCodec:
         self, place: BlockPlace, data: memoryview, *, most_bytes: int
     ) -> Iterator[tuple[BlockPlace, memoryview]]:
         """Yield the place in parts of about `most_bytes`, whole units each, with what of its
-        payload `data` belongs to each; in one part where a device copies by itself. Raises
-        SpecMismatch when `data` has another length."""
+        payload `data` belongs to each; in one part where a device copies by itself, or where units
+        begin inside of blocks (a lead's). Raises SpecMismatch when `data` has another length."""
         units, size = self._units(place), self._check_size(place, data)
         each = max(1, most_bytes * units // size)
-        if each >= units or not isinstance(self._copies, HostCopies):
+        is_whole = place.component == LEAD or not isinstance(self._copies, HostCopies)
+        if each >= units or is_whole:
             yield place, data
             return
         tokens, unit_bytes = (place.end - place.start) // units, size // units
@@ -240,7 +252,7 @@ class PageCodec:
         lane, _, series = own[0]
         section, piece = self._shape.components[name].section, lane
         steps = [lane.block_bytes, section.unit_bytes]
-        if name == WINDOW:
+        if name in BY_ROW:
             counts, strides = lane.counts[2:], lane.strides[2:]
             piece = msgspec.structs.replace(lane, counts=counts, strides=strides)
             steps += lane.strides[:2]
@@ -264,12 +276,12 @@ class PageCodec:
         """Yield what there is to copy of a place, as lists of pieces of one form."""
         ids = [np.array(blocks, np.int64) for blocks in place.blocks]
         for lanes in self._lanes[place.component]:
-            if place.component == WINDOW:
+            if place.component in BY_ROW:
                 blocks, own, frame = self._window(lanes, place, ids)
             else:
                 blocks, own, frame = self._blocks(lanes, place, ids)
             fresh = None
-            if place.component != WINDOW and _are_scattered(ids):
+            if place.component not in BY_ROW and _are_scattered(ids):
                 fresh = np.broadcast_to(lanes.fresh[:, None], blocks.shape)
             ours = blocks >= 0  # others are not ours to write: another request may be reading them
             if not ours.all():
@@ -306,22 +318,27 @@ class PageCodec:
         self, lanes: Lanes, place: BlockPlace, ids: Sequence[Offsets]
     ) -> tuple[Offsets, Offsets, Offsets]:
         """Return the block of each of a window's tokens, where its row is and where in the frame,
-        each as [lanes, tokens], in the order of the ring."""
+        each as [lanes, tokens], in the order of the ring. Rows of a lead follow one another."""
         size = lanes.block_tokens
         tokens = np.arange(place.start, place.end)
-        ring = tokens % (self._shape.payload.window_tokens - 1)
-        order = np.argsort(ring)
-        tokens, ring = tokens[order], ring[order]
+        if place.component == LEAD:
+            units, within = np.divmod(tokens - place.start, self._shape.payload.block_tokens)
+            unit_bytes = self._shape.components[LEAD].section.unit_bytes
+            in_frame = units * unit_bytes + within * lanes.form.piece_bytes
+        else:
+            ring = tokens % (self._shape.payload.window_tokens - 1)
+            order = np.argsort(ring)
+            tokens, in_frame = tokens[order], ring[order] * lanes.form.piece_bytes
         inside = tokens - place.start // size * size
         blocks = np.stack([ids[group][inside // size] for group in lanes.tables])[lanes.which]
         own = lanes.at_tokens(blocks, inside % size)
-        return blocks, own, lanes.offsets[:, None] + ring * lanes.form.piece_bytes
+        return blocks, own, lanes.offsets[:, None] + in_frame
 
     # -- parts ---------------------------------------------------------------------------------
 
     def _units(self, place: BlockPlace) -> int:
         if self._shape.components[place.component].section.coverage is Coverage.RANGE:
-            return (place.end - place.start) // self._shape.payload.block_tokens
+            return -(-(place.end - place.start) // self._shape.payload.block_tokens)
         return 1
 
     def _has_gaps(self, place: BlockPlace) -> bool:

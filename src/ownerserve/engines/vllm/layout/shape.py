@@ -28,6 +28,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.frame import (
     CONV,
     DENSE,
+    LEAD,
     MLA,
     PAGES,
     RECURRENT,
@@ -39,6 +40,7 @@ from ownerserve.kv.frame import (
     PayloadSection,
 )
 from ownerserve.kv.specs import Coverage, ModelSpec, Role, StateSpec, Window
+from ownerserve.node.vocabulary.records import LeadForm
 from ownerserve.plan.inputs import ModelState
 
 LEAST_BLOCK_TOKENS = 32
@@ -132,6 +134,16 @@ class StateShape(msgspec.Struct, frozen=True):
             for section in self.payload.sections
         )
         return Layout(self.payload.block_tokens, components)
+
+    def lead(self) -> LeadForm | None:
+        """Return how windows lead up to a point's; None where a point is more than rows of
+        windows, or has none."""
+        at = self.components.get(LEAD)
+        if at is None:
+            return None
+        section = at.section
+        component = Component(LEAD, section.coverage, section.unit_bytes, section.payload_bytes)
+        return LeadForm(component, WINDOW, self.payload.window_tokens - 1)
 
     def model_state(self) -> ModelState:
         """Return the model as the planner needs it. An engine that owns its blocks offers no
@@ -259,12 +271,15 @@ def describe(
         if missing:
             problem = f"a pipeline stage has no layer with {missing[0]}"
             raise NotServed("pipeline_parallel_size", problem, "use fewer stages")
+    sections = tuple(at.section for at in components.values())
+    if [s.name for s in sections if s.coverage is Coverage.POINT] == [WINDOW]:
+        components[LEAD] = _lead(components[WINDOW], block)
     windows = {int(layer.spec.sliding_window) for layer in layers if WINDOW in layer.kept.sections}
     meanings = [packed.meaning(g.spec, g.names, packed_by=packed_by) for g in opaque]
     payload = Payload(
         block_tokens=block,
         kinds=(*(layer.kept.kind for layer in layers), *meanings, *_elsewhere(stage_layers)),
-        sections=tuple(at.section for at in components.values()),
+        sections=sections,
         window_tokens=max(windows, default=0),
     )
     return StateShape(
@@ -347,6 +362,15 @@ def _canonical(
             layers=tuple(LayerAt(layer.name, groups.index(layer.group)) for layer in own),
         )
     return components
+
+
+def _lead(window: ComponentMap, block: int) -> ComponentMap:
+    """Return the component of rows before a window: its layers, in units of the block."""
+    parts = tuple(
+        msgspec.structs.replace(part, shape=(part.shape[0], block, *part.shape[2:]))
+        for part in window.section.parts
+    )
+    return msgspec.structs.replace(window, section=PayloadSection(LEAD, parts))
 
 
 def _packed(

@@ -495,6 +495,8 @@ class SchedulerSide:
             return
         self._device.heard(turn_id, hit, resident)
         self._perform(self.state.handle(DeviceAsked(turn_id), _now()))
+        self.state.saves.parted(turn_id, compat.parts_at(request))
+        compat.end_a_step_at(request, self.state.saves.junction(turn_id))
 
     def _hear_out(self, turn: TrackedRequest) -> None:
         """Wait a moment for what another thread is about to say of the turn, where nothing
