@@ -198,7 +198,7 @@ def test_windows_and_heads_of_several_sizes_are_kept_as_bytes(tmp_path: Path) ->
 
 def test_one_shape_of_each_kind_stays_canonical() -> None:
     groups = [specs.dense(0), specs.sliding(1), specs.sliding(2)]
-    assert describe(specs.Config(groups)).components.keys() == {"dense", "swa"}
+    assert describe(specs.Config(groups)).components.keys() == {"dense", "swa", "swa_lead"}
 
 
 def test_layers_apart_are_rows_of_their_own(tmp_path: Path) -> None:
