@@ -259,6 +259,8 @@ class SchedulerSide:
             turn.is_asked = False
             return self._unhashed(turn)
         turn.is_asked, turn.is_promised = False, True
+        self.state.saves.parted(turn_id, compat.parts_at(request))
+        compat.end_a_step_at(request, self.state.saves.junction(turn_id))
         if turn.resume is not None:
             turn.hit, tokens = hit, turn.resume.hit - hit
             return tokens, tokens > 0
@@ -495,8 +497,6 @@ class SchedulerSide:
             return
         self._device.heard(turn_id, hit, resident)
         self._perform(self.state.handle(DeviceAsked(turn_id), _now()))
-        self.state.saves.parted(turn_id, compat.parts_at(request))
-        compat.end_a_step_at(request, self.state.saves.junction(turn_id))
 
     def _hear_out(self, turn: TrackedRequest) -> None:
         """Wait a moment for what another thread is about to say of the turn, where nothing
