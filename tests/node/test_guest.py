@@ -663,7 +663,7 @@ def test_the_first_branch_leaves_a_point_where_it_parts_and_the_second_goes_on_t
     guest.device.hit = None
     guest.arrive(BRANCH)
     assert guest.ask(0) is None
-    assert guest.state.saves.junction(TURN) == 112
+    assert guest.state.saves.junctions.of(TURN) == 112
     left = copies(guest.compute(BRANCH, 200))
     assert ("swa", 112, 112) in left and ("swa", 192, 192) in left
     guest.handle(TurnEnded(TURN, 0, 200, 200))
@@ -678,7 +678,7 @@ def test_a_branch_is_learnt_of_too_when_the_engine_was_asked_before_the_store_an
     guest.device.hit = 0
     guest.arrive(BRANCH)
     assert guest.state.report(TURN) is not None, "decided with the store's answer"
-    assert guest.state.saves.junction(TURN) == 112
+    assert guest.state.saves.junctions.of(TURN) == 112
 
 
 def test_recurrent_state_is_left_at_a_junction_where_a_step_ends_there() -> None:

@@ -32,12 +32,10 @@ from ownerserve.node.vocabulary.events import (
     Kept,
     NotFetched,
     NotKept,
-    Offer,
     OperationId,
     RecordsFound,
     RestoreReport,
     SessionOver,
-    Start,
     Tick,
     TurnArrived,
     TurnEnded,
@@ -90,10 +88,8 @@ class HostedNodeState:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take an event and return the effects that it asks for, in order."""
         effects = list(self._handle(event, now))
-        for effect in effects:
-            if isinstance(effect, Start | Offer):  # its way back was planned just now
-                known = self.restores.known_tokens(effect.turn_id)
-                self.saves.parted(effect.turn_id, known)
+        while self.restores.parted:
+            self.saves.junctions.parted(*self.restores.parted.pop())
         return effects
 
     def _handle(self, event: Event, now: float) -> Iterable[Effect]:

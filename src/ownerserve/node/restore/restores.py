@@ -20,6 +20,7 @@ given up before its operation's answer can touch them, since only a `Fill` write
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from math import inf
@@ -139,8 +140,6 @@ class PendingRestore(msgspec.Struct, eq=False):
     plan: RestorePlan | None = None
     match: Match | None = None
     """What the device had when `plan` was made."""
-    known_tokens: int = 0
-    """Up to where the device and the store had range state then."""
     readings: tuple[sources.RecordRead, ...] = ()
     arrival: Arrival | None = None
     room: SlotsReserved | None = None
@@ -160,6 +159,9 @@ class Restores:
         settings: NodeSettings,
     ) -> None:
         self.reports: dict[TurnId, RestoreReport] = {}
+        self.parted: deque[tuple[TurnId, int]] = deque(maxlen=1)
+        """`parted` has the turn that was planned last, and up to where device and store had range
+        state of it then; who saves by it empties it."""
         self._device = device
         self._names = names
         self._operations = operations
@@ -203,12 +205,6 @@ class Restores:
         """Decide the same for a turn of `tokens` tokens in an engine that owns its blocks, once it
         has said what it has."""
         return self._resumed(self._device.match(turn_id, b""), tokens)
-
-    def known_tokens(self, turn_id: TurnId) -> int:
-        """Return up to where the turn's prompt had range state when its way back was planned; 0
-        where none was, or its report was taken."""
-        told = self._pending.get(turn_id) or self.reports.get(turn_id)
-        return 0 if told is None else told.known_tokens
 
     def use(self, planner: Planner) -> None:
         """Plan with `planner` from now on, since the engine has learnt what it can do."""
@@ -499,7 +495,8 @@ class Restores:
             pending.phase, pending.deadline_s = RestorePhase.FOUND, inf
             return ()
         pending.match = match
-        pending.known_tokens = sources.covered_tokens(pending.names, match, stored)
+        known = sources.covered_tokens(pending.names, match, stored)
+        self.parted.append((event.turn_id, known))
         pending.plan = self._plan(pending.names, match, stored, tokens=count, backlog=event.backlog)
         way = pending.plan.chosen
         if not sources.is_loading(way):
@@ -595,7 +592,6 @@ class Restores:
             else 0,
             brought_tokens=self._brought_tokens(pending) if loaded else 0,
             misses=pending.misses,
-            known_tokens=pending.known_tokens,
         )
         return Start(turn_id)
 

@@ -33,7 +33,14 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.node.vocabulary.events import TurnArrived
-from ownerserve.node.vocabulary.records import Cell, Digests, Inside, LeadUse, RecordNames
+from ownerserve.node.vocabulary.records import (
+    Cell,
+    Digests,
+    Inside,
+    LeadUse,
+    RecordNames,
+    lead_use,
+)
 from ownerserve.plan.inputs import Backlog, RangeSpan, RestoreQuery
 from ownerserve.plan.outcome import Priced
 from ownerserve.plan.residency import NEAREST_FIRST, PointRow, RangeRow, points_of, spans_of
@@ -230,7 +237,7 @@ def queries_inside(
     it, by id."""
     queries: dict[bytes, RecordQuery] = {}
     for item in inside:
-        cell, lead = names.shared_cell(item, digests), names.lead_use(item, digests)
+        cell, lead = names.shared_cell(item, digests), lead_use(names, item, digests)
         if cell is not None:
             queries[item.meta.id] = RecordQuery(item.meta.component, cell)
         elif lead is not None and names.lead is not None:

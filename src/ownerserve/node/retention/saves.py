@@ -21,7 +21,7 @@ blocks, and what is left is asked for as copies are answered (`resume`), until i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -39,7 +39,14 @@ from ownerserve.node.vocabulary.events import (
     TurnEnded,
 )
 from ownerserve.node.vocabulary.operations import Operations
-from ownerserve.node.vocabulary.records import Cell, RecordNames, Tip, tip_of
+from ownerserve.node.vocabulary.records import (
+    Cell,
+    RecordNames,
+    Tip,
+    lead_meta,
+    lead_units,
+    tip_of,
+)
 from ownerserve.plan.swa.checkpoints import CheckpointPolicy, TurnSpan
 from ownerserve.store.format.model import Meta
 
@@ -303,6 +310,34 @@ class LateSaves:
         return [*self._turns.values()]
 
 
+class Junctions:
+    """`Junctions` know where running turns part from what is stored; the turns are `Saves`'."""
+
+    def __init__(
+        self, running: Mapping[TurnId, SavingTurn], policy: CheckpointPolicy, block: int
+    ) -> None:
+        self._running = running
+        self._policy = policy
+        self._block = block
+
+    def parted(self, turn_id: TurnId, position: int) -> None:
+        """Note that up to `position` the turn's prompt is like something that is stored, or on the
+        device: the next one that parts there goes on at the point that this turn leaves, if the
+        policy wants one."""
+        running, at = self._running.get(turn_id), position // self._block * self._block
+        if running is None or not running.junction < at < running.prompt:
+            return
+        running.junction = at
+        span = TurnSpan(0, running.prompt, running.prompt, self._block, junctions=(at,))
+        running.points = frozenset(self._policy.checkpoints(span))
+
+    def of(self, turn_id: TurnId) -> int:
+        """Return the position at which the turn is to leave a point for others that part there; 0:
+        there is none."""
+        running = self._running.get(turn_id)
+        return 0 if running is None or running.junction not in running.points else running.junction
+
+
 class Saves:
     """`Saves` keeps all running turns; `late` those that are late, `room` the copies that are not
     done."""
@@ -331,6 +366,7 @@ class Saves:
         self._capture = capture
         self._block = names.layout.block_tokens
         self._running: dict[TurnId, SavingTurn] = {}
+        self.junctions = Junctions(self._running, policy, self._block)
 
     # -- events --------------------------------------------------------------------------------
 
@@ -353,23 +389,6 @@ class Saves:
         self._running[turn_id] = SavingTurn(
             names, tenant, chain, prompt, points, chunk_ends, session_id
         )
-
-    def parted(self, turn_id: TurnId, position: int) -> None:
-        """Note that up to `position` the turn's prompt is like something that is stored, or on the
-        device: the next one that parts there goes on at the point that this turn leaves, if the
-        policy wants one."""
-        running, at = self._running.get(turn_id), position // self._block * self._block
-        if running is None or not running.junction < at < running.prompt:
-            return
-        running.junction = at
-        span = TurnSpan(0, running.prompt, running.prompt, self._block, junctions=(at,))
-        running.points = frozenset(self._policy.checkpoints(span))
-
-    def junction(self, turn_id: TurnId) -> int:
-        """Return the position at which the turn is to leave a point for others that part there; 0:
-        there is none."""
-        running = self._running.get(turn_id)
-        return 0 if running is None or running.junction not in running.points else running.junction
 
     def known(self, turn_id: TurnId, ids: set[bytes]) -> None:
         """Note that records `ids` stand in the store, so that the turn does not copy them."""
@@ -568,11 +587,11 @@ class Saves:
         if not tokens or event.start >= prompt or prompt - event.end >= tokens:
             return
         depth, names, digests = end // self._block, running.names, running.chain.digests
-        units = names.lead_units(depth, tokens=min(tokens, end - event.start))
+        units = lead_units(names, depth, tokens=min(tokens, end - event.start))
         if not units:
             return
         cell = Cell(depth - units, depth)
-        meta = names.lead_meta(cell, digests)
+        meta = lead_meta(names, cell, digests)
         if meta.id in running.stored:
             return
         unsaved = Unsaved(meta, meta.component, tuple(range(cell.first, cell.end)))

@@ -365,5 +365,3 @@ class RestoreReport(msgspec.Struct, frozen=True):
     brought_tokens: int = 0
     """Tokens that are at hand because of the load; those before were so without it."""
     misses: int = 0
-    known_tokens: int = 0
-    """Up to where the device and the store had range state when `plan` was made."""

@@ -302,38 +302,6 @@ class RecordNames:
             boundaries=inner,
         )
 
-    def lead_units(self, depth: int, *, tokens: int) -> int:
-        """Return how many units the lead of the point at `depth` blocks has, given for how many
-        tokens before it rows are to be had; 0: none, or too few to be of use."""
-        if self.lead is None:
-            return 0
-        block = self.layout.block_tokens
-        units = min(tokens, max(0, depth * block - self.lead.window_rows)) // block
-        return units if units > 1 else 0
-
-    def lead_meta(self, cell: Cell, digests: Digests) -> Meta:
-        """Return the metadata of the lead that makes a point of each boundary inside `cell`, whose
-        end has one."""
-        assert self.lead is not None
-        return self.range_meta(self.lead.component.name, cell, digests)
-
-    def lead_use(self, inside: Inside, digests: Digests) -> LeadUse | None:
-        """Return how a lead gives a point of the prefix; None when the record is none, or the
-        boundary is not the prefix's."""
-        meta, lead, block = inside.meta, self.lead, self.layout.block_tokens
-        if lead is None or meta.component != lead.component.name or inside.units >= meta.units:
-            return None
-        hashed, end = PrefixHash(meta.prefix_hash), meta.end_token // block
-        depth = end - meta.units + inside.units
-        if self._ids[meta.component].range(hashed, meta.first_token, meta.end_token) != meta.id:
-            return None
-        if not 0 < depth <= len(digests) or digests[depth - 1] != inside.boundary:
-            return None
-        rows = min(lead.window_rows, (end - depth) * block)
-        base = self._ids[lead.point_name].point(hashed, end * block)
-        has_all = rows == lead.window_rows
-        return LeadUse(depth, end, inside.units, -(-rows // block), b"" if has_all else base)
-
     def point_meta(self, component: str, depth: int, digests: Digests) -> Meta:
         """Return the metadata of the component's point record at `depth` blocks."""
         position = depth * self.layout.block_tokens
@@ -354,6 +322,44 @@ class RecordNames:
             key = RangeKey(nowhere, 0, 1, component.name)
         meta = meta_of(self.identity, key, tenant=self.tenant)
         return msgspec.structs.replace(meta, descriptor=self._descriptors[component.name])
+
+
+# ---- leads
+
+
+def lead_units(names: RecordNames, depth: int, *, tokens: int) -> int:
+    """Return how many units the lead of the point at `depth` blocks has, given for how many tokens
+    before it rows are to be had; 0: none, or too few to be of use."""
+    if names.lead is None:
+        return 0
+    block = names.layout.block_tokens
+    units = min(tokens, max(0, depth * block - names.lead.window_rows)) // block
+    return units if units > 1 else 0
+
+
+def lead_meta(names: RecordNames, cell: Cell, digests: Digests) -> Meta:
+    """Return the metadata of the lead that makes a point of each boundary inside `cell`, whose end
+    has one."""
+    assert names.lead is not None
+    return names.range_meta(names.lead.component.name, cell, digests)
+
+
+def lead_use(names: RecordNames, inside: Inside, digests: Digests) -> LeadUse | None:
+    """Return how a lead gives a point of the prefix; None when the record is none, or the boundary
+    is not the prefix's."""
+    meta, lead, block = inside.meta, names.lead, names.layout.block_tokens
+    if lead is None or meta.component != lead.component.name or inside.units >= meta.units:
+        return None
+    first, end = meta.first_token // block, meta.end_token // block
+    depth, ends = first + inside.units, {end - 1: PrefixHash(meta.prefix_hash)}
+    if names.range_id(meta.component, Cell(first, end), ends) != meta.id:
+        return None
+    if not 0 < depth <= len(digests) or digests[depth - 1] != inside.boundary:
+        return None
+    rows = min(lead.window_rows, (end - depth) * block)
+    has_all = rows == lead.window_rows
+    base = b"" if has_all else names.point_id(lead.point_name, end, ends)
+    return LeadUse(depth, end, inside.units, -(-rows // block), base)
 
 
 # ---- tips

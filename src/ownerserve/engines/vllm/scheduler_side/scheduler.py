@@ -259,8 +259,8 @@ class SchedulerSide:
             turn.is_asked = False
             return self._unhashed(turn)
         turn.is_asked, turn.is_promised = False, True
-        self.state.saves.parted(turn_id, compat.parts_at(request))
-        compat.end_a_step_at(request, self.state.saves.junction(turn_id))
+        self.state.saves.junctions.parted(turn_id, compat.parts_at(request))
+        compat.end_a_step_at(request, self.state.saves.junctions.of(turn_id))
         if turn.resume is not None:
             turn.hit, tokens = hit, turn.resume.hit - hit
             return tokens, tokens > 0
