@@ -49,6 +49,7 @@ from tests.support.router.answer_lines import said
 from tests.support.waits import until_async
 
 BODY = b'{"prompt": "' + b"some words of a task, " * 20 + b'"}'
+LONGER = b'{"prompt": "' + b"some words of a task, " * 41 + b'"}'
 
 
 class Admission:
@@ -409,7 +410,7 @@ def test_what_a_worker_without_places_says_that_it_holds_is_counted_on(
         assert (await client.post("/v1/completions", BODY, x__session__id="a")).status == 200
         await world.settled()
         admission.quote = quote
-        told = await client.post("/v1/completions", BODY * 2, x__session__id="a")
+        told = await client.post("/v1/completions", LONGER, x__session__id="a")
         assert told.status == 200
         assert int(told["x-ownerserve-expected-cached-tokens"]) == expected
         [(name, _)] = gateway.state.sessions.items()
@@ -435,7 +436,7 @@ def test_what_a_worker_without_places_could_bring_back_is_known_from_then_on(pla
         admission.quote = Admit(0, resident_tokens=0, restorable_tokens=64)
         await introduced(world, admission.address)
         client = await world.client()
-        for body in (BODY, BODY * 2):
+        for body in (BODY, LONGER):
             assert (await client.post("/v1/completions", body, x__session__id="a")).status == 200
             await world.settled()
         [(_, session)] = world.gateway.state.sessions.items()

@@ -30,7 +30,9 @@ def engine(method: str | None, *, depth: int = 4, **draft: Any) -> SimpleNamespa
     )
     model = SimpleNamespace(get_total_num_hidden_layers=lambda: depth)
     return SimpleNamespace(
-        speculative_config=None if method is None else speculative, model_config=model
+        speculative_config=None if method is None else speculative,
+        model_config=model,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     )
 
 
