@@ -80,7 +80,8 @@ def test_several_branches_in_one_step_write_nothing_of_each_other(
     rig: Rig, family: str, store: Path
 ) -> None:
     """One of them computes, in that very step, blocks that another replays over."""
-    worker = rig.worker(family, replaying(store), max_num_batched_tokens=4096)
+    options = replaying(store, checkpoints="turn-end")  # a lead would serve what replays here
+    worker = rig.worker(family, options, max_num_batched_tokens=4096)
     answers = together(worker)
     for asked, answer in answers:
         assert worst(rig, family, asked, answer) < EXACT
@@ -92,7 +93,8 @@ def test_several_branches_in_one_step_write_nothing_of_each_other(
 def test_a_control_is_told_from_the_cold_answer(rig: Rig, control: str, store: Path) -> None:
     """Rows that are not kept from being written, half of the tokens, rows found by full blocks:
     each gives other answers."""
-    worker = rig.worker("gptoss", replaying(store), max_num_batched_tokens=4096)
+    options = replaying(store, checkpoints="turn-end")
+    worker = rig.worker("gptoss", options, max_num_batched_tokens=4096)
     worker.generate(tiny.prompt(64, seed=5))
     hook(worker, control)
     answers = together(worker)

@@ -14,6 +14,7 @@ from ownerserve.engines.vllm import connector as connector_module
 from ownerserve.engines.vllm.replay import padding
 from ownerserve.engines.vllm.replay.padding import SlotPadding
 from ownerserve.engines.vllm.replay.replays import ReplayLengths
+from ownerserve.kv.frame import LEAD
 from ownerserve.plan.restore import Planner
 
 
@@ -114,6 +115,8 @@ def watch_replays(worker: Any) -> None:
                     effect, "component", "window"
                 ).startswith("dense"):
                     at = effect.slots[0] if hasattr(effect, "slots") else effect.position
+                    if getattr(effect, "component", "") == LEAD:
+                        at *= side._block  # noqa: SLF001 - its slots count boundaries
                     seen["copied"] += 1
                     seen["copied_wrong"] += at < replay.hit
         return effects
