@@ -183,5 +183,6 @@ def test_what_is_on_the_device_is_told_as_vllm_finds_it(rig: Rig, family: str, s
     assert errors[-1] <= block
     assert any(turn.told for turn in found) and any(not turn.told for turn in found)
     assert on_device(store)
+    settle(worker)  # a reset is refused while blocks are held for copies
     assert worker.ask("reset")
     assert on_device(store) == {}
