@@ -904,7 +904,7 @@ def test_without_a_wire_its_effect_does_not_come(wire: str, world: World) -> Non
     cuts.wire = wire
     try:
         assert not effect(world), f"without {wire}\n{world.fleet.said()}"
+        until(lambda: wire in cuts.taken, what=f"{wire} to be said")  # late, on a busy machine
     finally:
         cuts.wire = ""
-    assert wire in cuts.taken, "nothing of it was said"
     assert effect(world) or effect(world), f"with {wire} whole\n{world.fleet.said()}"
