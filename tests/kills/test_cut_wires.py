@@ -907,4 +907,4 @@ def test_without_a_wire_its_effect_does_not_come(wire: str, world: World) -> Non
         until(lambda: wire in cuts.taken, what=f"{wire} to be said")  # late, on a busy machine
     finally:
         cuts.wire = ""
-    assert effect(world) or effect(world), f"with {wire} whole\n{world.fleet.said()}"
+    until(lambda: effect(world), what=f"the effect of {wire} whole\n{world.fleet.said()}")
