@@ -57,7 +57,8 @@ def test_nothing_is_replayed_beside_another_connector(
 ) -> None:
     """vLLM's offloading names what it saves by the request's hashes and takes it by block ids,
     hashed by the pool or not: it would keep windows that are not right."""
-    made = {"ours": connectors.ours(store), "offloading": connectors.offloading(tmp_path / "fs")}
+    ours = connectors.ours(store, checkpoints="turn-end")  # a chunk end would serve the branch
+    made = {"ours": ours, "offloading": connectors.offloading(tmp_path / "fs")}
     both = connectors.multi(*(made[name] for name in order.split(", ")))
     worker = rig.worker("gptoss", {**both, **UNDER_OURS})
     assert_off(rig, "gptoss", worker, why="another connector stands beside OwnerServeConnector")
@@ -65,7 +66,7 @@ def test_nothing_is_replayed_beside_another_connector(
 
 @has_none
 def test_a_vllm_without_a_rewind_serves_under_our_scheduler(rig: Rig, store: Path) -> None:
-    worker = rig.worker("gemma3", replaying(store))
+    worker = rig.worker("gemma3", replaying(store, checkpoints="turn-end"))
     assert_off(rig, "gemma3", worker, why="this vLLM has other hooks, or none")
 
 
