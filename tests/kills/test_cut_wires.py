@@ -54,7 +54,7 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.router.requests.identity import Scope
 from tests.support.children import importing
-from tests.support.kills.processes import SESSION_HEADER, Fleet
+from tests.support.kills.processes import LEASE_S, SESSION_HEADER, Fleet
 from tests.support.kills.wires import WAIT_S
 from tests.support.waits import until
 
@@ -190,6 +190,11 @@ def is_advanced(world: World) -> bool:
     name = name_of(session)
     world.at(0, prompt, TurnLine(name=name))
     return soon(lambda: (found := world.record(name)) and found.version == 1 and found.tokens)
+
+
+def is_advanced_under_its_next_lease(world: World) -> bool:
+    time.sleep(1.5 * LEASE_S)  # the one of before the cut is over
+    return is_advanced(world)
 
 
 def is_ended(world: World) -> bool:
@@ -718,7 +723,7 @@ CUT: dict[str, Wire] = {
     "status sequence_tokens": Wire(is_stated(*STATED, "sequence_tokens")),
     "status owns_sessions": Wire(is_stated(*STATED, "owns_sessions")),
     "inventory": Wire(is_held_known, is_in_ci=True),
-    "outcome leased.lease_s": Wire(is_advanced),
+    "outcome leased.lease_s": Wire(is_advanced_under_its_next_lease),
     "outcome leased.memory": Wire(is_told_again),
     "outcome published.adopted": Wire(is_kept_over_a_rebuild),
     "outcome published.forked": Wire(is_kept_for_a_fork),
