@@ -261,7 +261,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         ready = Path(home, "ready")
         given = ["directory", "serve", "--home", home, "--lease", str(3 * PERIOD_S), "--new-fleet"]
-        given += ["--ready-file", str(ready)]
+        given += ["--port", "0", "--ready-file", str(ready)]
         serving = subprocess.Popen(
             [sys.executable, "-m", "ownerserve.cli.main", *given], stdout=subprocess.DEVNULL
         )

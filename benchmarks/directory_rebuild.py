@@ -75,6 +75,7 @@ class Fleet:
         ready = home / "ready"
         ready.unlink(missing_ok=True)
         command = [sys.executable, "-m", "ownerserve.cli.main", "directory", "serve"]
+        command += ["--port", "0"]
         command += ["--lease", str(LEASE_S), "--ready-file", str(ready)]
         command += ["--new-fleet"] if backend is None else ["--backend", backend]
         self.directory = subprocess.Popen(command, stdout=subprocess.DEVNULL)

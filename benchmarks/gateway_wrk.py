@@ -259,6 +259,7 @@ def gateway(folder: Path, ports: list[int]) -> Iterator[tuple[int, int]]:
     ready = folder / "gateway.ready"
     workers = [part for port in ports for part in ("--worker", f"http://127.0.0.1:{port}")]
     module = ["-m", "ownerserve.cli.main", "gateway", "--ready-file", str(ready)]
+    module += ["--port", "0", "--admin-port", "0"]
     command = [sys.executable, *module, "--drain-timeout", "1", *workers]
     with running(*command, core=ROUTER_CORE) as process:
         while not ready.exists():

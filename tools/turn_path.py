@@ -52,13 +52,16 @@ class _Fleet:
 
     def start(self) -> str:
         """The gateway's URL, once all of them are ready."""
-        [directory] = self._spawn("directory", "directory", "serve", "--new-fleet")
+        [directory] = self._spawn("directory", "directory", "serve", "--port", "0", "--new-fleet")
         worker = self._spawn(
             *("worker", "worker", "--model", "tiny-qwen3", "--port", "0"),
             *("--kv-memory", "16MiB", "--host-cache", "16MiB", "--worker-id", "worker-0"),
             *("--store", str(self._folder / "store"), "--directory", directory),
         )[0]
-        gateway = self._spawn("gateway", "gateway", "--directory", directory, "--worker", worker)
+        gateway = self._spawn(
+            *("gateway", "gateway", "--port", "0", "--admin-port", "0"),
+            *("--directory", directory, "--worker", worker),
+        )
         return gateway[0]
 
     def stop(self) -> None:

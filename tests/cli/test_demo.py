@@ -8,9 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from ownerserve.kv.listening import LISTENERS, LOOPBACK
+from tests.support.net import Listening, listening
 
 pytestmark = pytest.mark.engine
 
@@ -33,8 +37,19 @@ def children_of(pid: int) -> set[int]:
 def test_policies_agree_and_staying_re_uses_more(tmp_path: Path) -> None:
     target = tmp_path / "demo.json"
     process = demo("--policy", "sticky", "--policy", "round_robin", "--json", str(target))
-    output, _ = process.communicate(timeout=170)
+    seen: set[Listening] = set()
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(process.communicate, timeout=170)
+        while not ended.done():
+            seen |= listening(process.pid)
+            time.sleep(0.1)
+    output, _ = ended.result()
     assert process.returncode == 0, output.decode()
+    # Each policy: a directory, two workers with an RPC port each, a gateway with its admin port;
+    # then the workers of the cold resume.
+    assert len({(one.pid, one.port) for one in seen}) > 2 * (1 + 2 * 2 + 2), seen
+    assert {one.host for one in seen} == {LOOPBACK}
+    assert not {one.port for one in seen} & {listener.port for listener in LISTENERS}
     result = json.loads(target.read_bytes())
     assert result["schema"] == "ownerserve.demo/1"
     assert result["answers_equal"] is True

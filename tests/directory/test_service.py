@@ -175,7 +175,7 @@ def test_terms_grow_over_restarts(tmp_path: Path) -> None:
 def test_serve_status_rebuild(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     command = [
-        sys.executable, "-m", "ownerserve.cli.main", "directory", "serve", "--home",
+        sys.executable, "-m", "ownerserve.cli.main", "directory", "serve", "--port", "0", "--home",
         str(tmp_path / "home"), "--new-fleet", "--lease", "0.3", "--ready-file", str(ready),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE)

@@ -26,9 +26,10 @@ from tests.support.waits import until
 
 
 @contextmanager
-def gateway(ready: Path) -> Iterator[subprocess.Popen[str]]:
+def gateway(ready: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     """A gateway's process over a worker that is not there, once its ports are open."""
-    arguments = ["gateway", "--worker", "http://127.0.0.1:1", "--ready-file", str(ready)]
+    arguments = ["gateway", "--port", "0", "--admin-port", "0", "--ready-file", str(ready)]
+    arguments += ["--worker", "http://127.0.0.1:1", *more]
     process = subprocess.Popen(
         [sys.executable, "-m", "ownerserve.cli.main", *arguments],
         stdout=subprocess.PIPE,

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ownerserve.cli.demo.processes import FREE_PORTS
 from tests.support.waits import until
 
 pytest.importorskip("torch")
@@ -55,7 +56,7 @@ def running(home: Path, *command: str) -> Iterator[tuple[list[str], subprocess.P
 def directory(kind: str, home: Path) -> Iterator[tuple[str, subprocess.Popen[bytes] | Server]]:
     """A directory that two gateways can share, and what to kill."""
     if kind == "tcp":
-        with running(home, "directory", "serve", "--new-fleet") as (lines, process):
+        with running(home, "directory", "serve", "--port", "0", "--new-fleet") as (lines, process):
             yield lines[0], process
         return
     home.mkdir()
@@ -98,7 +99,7 @@ def fleet(
     gateways = []
     for number in range(2):
         data, admin = stack.enter_context(
-            running(home / f"gateway{number}", "gateway", *options, *named)
+            running(home / f"gateway{number}", "gateway", *FREE_PORTS, *options, *named)
         )[0]
         client = stack.enter_context(httpx.Client(base_url=data, timeout=WAIT_S))
         gateways.append((client, admin))

@@ -172,14 +172,14 @@ def test_the_operators_key_goes_to_the_workers_and_the_clients_own_tells_tenants
 def test_a_file_without_a_key_is_named_and_never_shown(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("  sk-one\n")
-    assert read_key(path) == "sk-one"
+    assert read_key(path, field="--worker-key-file") == "sk-one"
     for said in (b"", b"\n", b"two words", b"a\nb", "schlüssel".encode(), b"x" * 5000):
         path.write_bytes(said)
         with pytest.raises(InvalidInput, match="worker-key-file") as caught:
-            read_key(path)
+            read_key(path, field="--worker-key-file")
         assert not said.strip() or said.decode("latin-1") not in str(caught.value)
     with pytest.raises(InvalidInput, match="worker-key-file"):
-        read_key(tmp_path / "none")
+        read_key(tmp_path / "none", field="--worker-key-file")
 
 
 # ---- TLS

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -28,3 +33,55 @@ def own_address() -> str:
     if is_loopback(found):
         pytest.skip("this machine has no address but loopback")
     return found
+
+
+class Listening(NamedTuple):
+    """A TCP socket that takes connections, and the process that holds it."""
+
+    host: str
+    port: int
+    pid: int
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """The process and all that came of it and live."""
+    yield pid
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [child for at in threads for child in (at / "children").read_text().split()]
+    except OSError:
+        return  # it has just ended
+    for child in children:
+        yield from descendants(int(child))
+
+
+def listening(pid: int) -> set[Listening]:
+    """What the process and its descendants listen at, over IPv4 and IPv6."""
+    places: dict[str, tuple[str, int]] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A":  # LISTEN
+                places[rest[5]] = _place(local)
+    found = set()
+    for one in descendants(pid):
+        inodes = {link[8:-1] for link in _files(one) if link.startswith("socket:[")}
+        found |= {Listening(*places[inode], one) for inode in inodes & places.keys()}
+    return found
+
+
+def _files(pid: int) -> Iterator[str]:
+    """What the process has open, as the kernel names it."""
+    with suppress(OSError):  # it has just ended
+        for link in list(Path(f"/proc/{pid}/fd").iterdir()):
+            with suppress(FileNotFoundError):  # closed since: that of this very listing, too
+                yield str(link.readlink())
+
+
+def _place(local: str) -> tuple[str, int]:
+    """Host and port of the kernel's hexadecimal form: words of four bytes, each in host order."""
+    host, port = local.split(":")
+    words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
+    packed = b"".join(struct.pack("=I", word) for word in words)
+    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+    return socket.inet_ntop(family, packed), int(port, 16)

@@ -19,6 +19,7 @@ from ownerserve.gateway.admin import admin_server
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker, read_key
 from ownerserve.gateway.service import Gateway
+from ownerserve.kv.listening import ADMIN, GATEWAY, LOOPBACK
 from ownerserve.kv.units import MIB
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import ROUTING_POLICIES, make_policy
@@ -111,12 +112,41 @@ def _policies() -> str:
     " of the workers' memory for state (0.9, where more come than fit). Nobody waits beside a"
     " worker that runs nothing, has room and is no session's. Default: all are let in.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address of both ports.")
 @click.option(
-    "--port", type=PORT, default=0, show_default=True, help="Data port; 0 takes a free one."
+    "--host",
+    default=LOOPBACK,
+    show_default=True,
+    help="Address of the data port; off loopback it needs --allow-remote.",
 )
 @click.option(
-    "--admin-port", type=PORT, default=0, show_default=True, help="Admin port; 0 takes a free one."
+    "--port",
+    type=PORT,
+    default=GATEWAY.port,
+    show_default=True,
+    help="Data port; 0 takes a free one.",
+)
+@click.option(
+    "--allow-remote",
+    is_flag=True,
+    help="Allow a --host beyond loopback without keys: a proxy in front asks for them.",
+)
+@click.option(
+    "--admin-host",
+    default=LOOPBACK,
+    show_default=True,
+    help="Address of the admin port; off loopback it needs --admin-key-file.",
+)
+@click.option(
+    "--admin-port",
+    type=PORT,
+    default=ADMIN.port,
+    show_default=True,
+    help="Admin port; 0 takes a free one.",
+)
+@click.option(
+    "--admin-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The key that the admin port asks for (`Authorization: Bearer`), alone in a file.",
 )
 @click.option(
     "--body-memory-mib",
@@ -154,7 +184,10 @@ def command(
     seats: float | None,
     host: str,
     port: int,
+    allow_remote: bool,  # noqa: FBT001 - a flag of the command line
+    admin_host: str,
     admin_port: int,
+    admin_key_file: Path | None,
     body_memory_mib: int,
     drain_timeout_s: float,
     ready_file: Path | None,
@@ -167,32 +200,40 @@ def command(
     and what else was considered.
 
     \b
-    ownerserve gateway --worker http://127.0.0.1:8001 --worker http://127.0.0.1:8002 --port 8000
+    ownerserve gateway --worker http://127.0.0.1:8001 --worker http://127.0.0.1:8002
     curl localhost:8000/v1/models
     curl localhost:8000/v1/chat/completions -H 'x-session-id: s1' -d '{"model": ...}'
-    curl localhost:ADMIN/status                     workers, load, sessions
-    curl localhost:ADMIN/decisions?last=5           where requests went, why, at which prices
-    curl localhost:ADMIN/metrics                    Prometheus
+    curl localhost:8900/status                      workers, load, sessions
+    curl localhost:8900/decisions?last=5            where requests went, why, at which prices
+    curl localhost:8900/metrics                     Prometheus
     """
     check_host(host)
+    check_host(admin_host, field="--admin-host")
     key = fleet_key(curve_key_file)
     config = Config(
         workers=tuple(parse_worker(url) for url in workers),
         policy=policy,
         host=host,
         port=port,
+        allow_remote=allow_remote,
+        admin_host=admin_host,
         admin_port=admin_port,
+        admin_key=_key(admin_key_file, "--admin-key-file"),
         bodies_max_bytes=body_memory_mib * MIB,
         drain_timeout_s=drain_timeout_s,
         settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
         seats=None if seats is None else SeatSettings(share=seats),
-        worker_key=None if worker_key_file is None else read_key(worker_key_file),
+        worker_key=_key(worker_key_file, "--worker-key-file"),
         worker_ca_file=worker_ca_file,
         fleet_key=key,
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
     shared = None if directory is None else opener_of(directory, key)()
     uvloop.run(_serve(config, shared, ready_file))
+
+
+def _key(path: Path | None, option: str) -> str | None:
+    return None if path is None else read_key(path, field=option)
 
 
 def _speed(token_ms: float) -> Speed:
@@ -208,8 +249,13 @@ async def _serve(config: Config, directory: Directory | None, ready_file: Path |
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: hurry.set() if stop.is_set() else stop.set())
     gateway = Gateway(config, directory)
-    await gateway.start()
     admin, listener = admin_server(gateway)
+    try:
+        await gateway.start()
+    except BaseException:
+        listener.close()
+        raise
+    listener.listen()  # from here on who asks is heard, if not yet answered
     serving = loop.create_task(admin.serve(sockets=[listener]))
     _announce(gateway, listener.getsockname()[1], ready_file)
     await stop.wait()
@@ -223,10 +269,16 @@ async def _serve(config: Config, directory: Directory | None, ready_file: Path |
     await serving
 
 
+def _named(host: str) -> str:
+    """Return the host as a URL names it."""
+    return f"[{host}]" if ":" in host else host
+
+
 def _announce(gateway: Gateway, admin_port: int, ready_file: Path | None) -> None:
     """Say where we are; the ready file appears whole or not at all."""
-    host, up = gateway.config.host, len(gateway.state.fleet.up)
-    data_url, admin_url = f"http://{host}:{gateway.port}", f"http://{host}:{admin_port}"
+    config, up = gateway.config, len(gateway.state.fleet.up)
+    data_url = f"http://{_named(config.host)}:{gateway.port}"
+    admin_url = f"http://{_named(config.admin_host)}:{admin_port}"
     click.echo(
         f"gateway {data_url}  admin {admin_url}  {up} of {len(gateway.turns.pools)} workers up"
     )

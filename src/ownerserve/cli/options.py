@@ -51,7 +51,7 @@ class Count(click.types.StringParamType):
         return count
 
 
-def check_host(host: str) -> None:
+def check_host(host: str, *, field: str = "--host") -> None:
     """Raise InvalidInput when `host` is no address to listen on."""
     try:
         if not host:
@@ -60,7 +60,7 @@ def check_host(host: str) -> None:
     except (OSError, UnicodeError) as error:
         problem = f"{host[:80]!r}: {getattr(error, 'strerror', None) or error}"
         mend = "use an address of this machine, like 127.0.0.1"
-        raise InvalidInput("--host", problem, mend) from error
+        raise InvalidInput(field, problem, mend) from error
 
 
 curve_key_option = click.option(

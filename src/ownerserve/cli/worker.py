@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from ownerserve.cli.options import PORT, SEED, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
 from ownerserve.directory.opening import opener_of
-from ownerserve.kv.addresses import is_loopback
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.listening import LOOPBACK, RPC, WORKER, Protection, check_reach
 from ownerserve.kv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     help="tiny-v4, tiny-qwen3, tiny-gemma3, tiny-gptoss or tiny-qwen3next (random weights, made"
     " in memory), or a folder with config.json, *.safetensors and a tokenizer.",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--host", default=LOOPBACK, show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
-    default=8100,
+    default=WORKER.port,
     show_default=True,
     type=PORT,
     help="Port to listen on; 0 takes a free one and prints it.",
@@ -183,7 +183,11 @@ if TYPE_CHECKING:
     type=OutputFile(),
     help="Written (whole, never partly) with the URL once the worker serves.",
 )
-@click.option("--allow-remote", is_flag=True, help="Allow an address beyond loopback: no auth.")
+@click.option(
+    "--allow-remote",
+    is_flag=True,
+    help="Allow a --host beyond loopback: nothing is asked, so let gateways alone reach it.",
+)
 @json_option
 def command(json_target: str | None, **flags: object) -> None:
     """Serve one model with block-level, heterogeneous KV caching.
@@ -240,7 +244,7 @@ def _serve(
     # First: a taken port is known before anything is loaded.
     rpc = RpcServer(host=str(flags["rpc_host"]), port=int(str(flags["rpc_port"])), key=key)
     closing.callback(rpc.stop)
-    bound = listen(str(flags["host"]), int(str(flags["port"])))
+    bound = listen(str(flags["host"]), int(str(flags["port"])), protection=_protection(flags))
     closing.callback(bound.close)
     options = replace(_options(flags, sizes), fleet_key=key)
     import torch
@@ -276,17 +280,17 @@ def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
     """
     host = str(flags["host"])
     check_host(host)
-    if not (flags["allow_remote"] or is_loopback(host)):
-        raise InvalidInput(
-            "host",
-            f"{host} is reachable from other machines and the worker has no authentication",
-            "use 127.0.0.1 behind a gateway, or say --allow-remote",
-        )
+    check_reach(WORKER, host, _protection(flags))
+    check_reach(RPC, str(flags["rpc_host"]), Protection.OPEN if key is None else Protection.KEYED)
     if flags["worker_id"] == "":
         raise InvalidInput("worker-id", "is empty", "name the worker, or leave the option out")
     if flags["directory"] is not None:
         opener_of(str(flags["directory"]), key)
     return {name: _size(flags, name) for name in ("kv_memory", "host_cache")}
+
+
+def _protection(flags: dict[str, object]) -> Protection:
+    return Protection.VOUCHED if flags["allow_remote"] else Protection.OPEN
 
 
 def _size(flags: dict[str, object], name: str) -> int:

@@ -4,6 +4,7 @@ data port, so that it can be kept private and can't slow a request down by its f
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ownerserve.gateway.metrics import GatewayCollector
 from ownerserve.gateway.turns import Decided
 from ownerserve.gateway.workers.health import HealthMonitor
+from ownerserve.kv.listening import ADMIN, open_listener
 from ownerserve.router.decision import Decision
 from ownerserve.router.messages import Dispatch
 from ownerserve.router.sessions import Copy
@@ -204,6 +207,25 @@ def _json(body: Any, status_code: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status_code, media_type="application/json")
 
 
+class Keyed:
+    """Nobody who lacks the key is answered by a keyed app. The key is compared in constant time,
+    before anything else is looked at."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._wanted = b"Bearer " + key.encode("ascii")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        told = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if hmac.compare_digest(told, self._wanted):
+            await self._app(scope, receive, send)
+            return
+        problem = "authorization: the admin port asks for its key; send `Bearer KEY`"
+        answer = _json({"error": problem}, 401)
+        answer.headers["www-authenticate"] = "Bearer"
+        await answer(scope, receive, send)
+
+
 class AdminServer(uvicorn.Server):
     """The admin server is uvicorn in the gateway's own loop; it leaves signals to the gateway."""
 
@@ -214,9 +236,13 @@ class AdminServer(uvicorn.Server):
 
 def admin_server(gateway: Gateway) -> tuple[AdminServer, socket.socket]:
     """Make a server for the admin port and bind its socket; run `server.serve(sockets=[socket])`.
-    Raises OSError when the port is taken."""
-    listener = socket.create_server((gateway.config.host, gateway.config.admin_port))
-    config = uvicorn.Config(
-        admin_app(gateway), log_level="warning", access_log=False, lifespan="off"
+    Raises InvalidInput when the port can't be had."""
+    config = gateway.config
+    listener = open_listener(
+        ADMIN, config.admin_host, config.admin_port, protection=config.admin_protection
     )
-    return AdminServer(config), listener
+    app: ASGIApp = admin_app(gateway)
+    if config.admin_key is not None:
+        app = Keyed(app, config.admin_key)
+    serving = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+    return AdminServer(serving), listener

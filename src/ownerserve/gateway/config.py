@@ -8,6 +8,7 @@ import msgspec
 
 from ownerserve.gateway.http.access import CREDENTIALS, Address
 from ownerserve.gateway.http.client import ClientLimits
+from ownerserve.kv.listening import LOOPBACK, Protection
 from ownerserve.kv.units import KIB, MIB
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.router.admission import SeatSettings
@@ -20,10 +21,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: tuple[Address, ...]
     policy: str = "ownerserve"
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 0
     """0 takes a free one."""
+    allow_remote: bool = False
+    """Something else asks clients for keys, before this gateway: the operator vouches for it."""
+    admin_host: str = LOOPBACK
     admin_port: int = 0
+    admin_key: str | None = None
+    """What the admin port asks for; None: nothing, and it stays on loopback."""
     head_max_bytes: int = 64 * KIB
     body_max_bytes: int = 32 * MIB
     """A request body is held once, whole: it is scanned, and kept until the first byte returns."""
@@ -62,7 +68,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             replaced=frozenset() if self.worker_key is None else CREDENTIALS,
         )
 
+    @property
+    def protection(self) -> Protection:
+        """What is asked of clients."""
+        return Protection.VOUCHED if self.allow_remote else Protection.OPEN
+
+    @property
+    def admin_protection(self) -> Protection:
+        """What the admin port asks."""
+        return Protection.OPEN if self.admin_key is None else Protection.KEYED
+
     def __repr__(self) -> str:
-        """Show all settings but the worker key, which belongs in no log."""
-        names = (name for name in self.__struct_fields__ if name != "worker_key")
+        """Show all settings but the keys, which belong in no log."""
+        names = (name for name in self.__struct_fields__ if name not in ("admin_key", "worker_key"))
         return f"Config({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 from itertools import count
 
 from ownerserve.directory.port import Directory
@@ -22,6 +23,7 @@ from ownerserve.gateway.turns import Turns
 from ownerserve.gateway.workers.health import HealthMonitor, News
 from ownerserve.gateway.workers.inventory import InventoryReader
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.listening import ADMIN, GATEWAY, check_reach, open_listener
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.router.messages import (
     Down,
@@ -60,6 +62,8 @@ class Gateway:
             raise InvalidInput("worker", "none given", "give --worker URL at least once")
         if len({address.worker for address in config.workers}) < len(config.workers):
             raise InvalidInput("worker", "one address is given twice", "give each once")
+        check_reach(GATEWAY, config.host, config.protection)
+        check_reach(ADMIN, config.admin_host, config.admin_protection)
         self.config = config
         self.turns = turns = Turns(config, directory)
         self.now = turns.now
@@ -118,11 +122,21 @@ class Gateway:
         return port
 
     async def start(self) -> None:
-        """Ask every worker once, then listen.
+        """Take the port, ask every worker once, then listen.
 
-        Raises InvalidInput when all have answered and none offers what the policy needs. One that
-        has not answered may: until then turns run on the spot, and are counted (`not_offered`).
+        Raises InvalidInput when the port can't be had, or all have answered and none offers what
+        the policy needs. One that has not answered may: until then turns run on the spot, and are
+        counted (`not_offered`).
         """
+        config = self.config
+        bound = open_listener(GATEWAY, config.host, config.port, protection=config.protection)
+        try:
+            await self._start(bound)
+        except BaseException:
+            bound.close()
+            raise
+
+    async def _start(self, bound: socket.socket) -> None:
         monitors = self.monitors.values()
         for heard in await asyncio.gather(*(monitor.probe() for monitor in monitors)):
             for news in heard:
@@ -131,7 +145,7 @@ class Gateway:
         await asyncio.gather(*(reader.read() for reader in self.inventories.values()))
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: ClientConnection(self), self.config.host, self.config.port, backlog=BACKLOG
+            lambda: ClientConnection(self), sock=bound, backlog=BACKLOG
         )
         self._tasks = [loop.create_task(monitor.run()) for monitor in monitors]
         self._tasks += [loop.create_task(reader.run()) for reader in self.inventories.values()]

@@ -79,7 +79,8 @@ def test_a_fleet_with_keys_asks_and_owns_beyond_loopback(tmp_path: Path) -> None
     with ExitStack() as stack:
         (directory,) = stack.enter_context(
             running(
-                tmp_path / "directory", "directory", "serve", "--new-fleet", "--host", host, *keyed
+                *(tmp_path / "directory", "directory", "serve", "--port", "0", "--new-fleet"),
+                *("--host", host, *keyed),
             )
         )
         (worker,) = stack.enter_context(
@@ -91,7 +92,7 @@ def test_a_fleet_with_keys_asks_and_owns_beyond_loopback(tmp_path: Path) -> None
         )
         rpc = httpx.get(f"{worker}/ownerserve/status").json()["profile"]["rpc"]
         assert rpc.startswith("curve://0.0.0.0:")
-        gateway = ["gateway", "--worker", worker, "--port", "0"]
+        gateway = ["gateway", "--worker", worker, "--port", "0", "--admin-port", "0"]
         data, admin = stack.enter_context(
             running(tmp_path / "gateway", *gateway, "--directory", directory, *keyed)
         )

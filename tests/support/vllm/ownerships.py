@@ -53,7 +53,7 @@ class Directory:
 @contextmanager
 def directory_process(folder: Path) -> Iterator[Directory]:
     """`ownerserve directory serve`."""
-    words = ["directory", "serve", "--new-fleet", "--lease", str(LEASE_S)]
+    words = ["directory", "serve", "--port", "0", "--new-fleet", "--lease", str(LEASE_S)]
     child = Child("directory", [*words, "--home", str(folder / "directory")], folder)
     try:
         yield Directory(child.wait_ready(60)[0])

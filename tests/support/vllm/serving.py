@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 
-from ownerserve.cli.demo.processes import Child
+from ownerserve.cli.demo.processes import FREE_PORTS, Child
 from tests.support.children import ROOT
 from tests.support.net import free_port
 from tests.support.vllm import tiny
@@ -154,7 +154,7 @@ def gateway(workers: Sequence[str], folder: Path, *more: str) -> Iterator[tuple[
     """One in front of `workers`: its URL and its admin port's."""
     folder.mkdir()
     over = [word for url in workers for word in ("--worker", url)]
-    child = Child("gateway", ["gateway", *over, *more], folder)
+    child = Child("gateway", ["gateway", *FREE_PORTS, *over, *more], folder)
     try:
         url, admin = child.wait_ready(60)
         yield url, admin

@@ -24,6 +24,8 @@ STOP_S = 10.0
 GATEWAY_ARGUMENTS = ("--prefill-ms", "0.3", "--hot-ms", "300", "--cool-s", "2")
 """A tiny model on a CPU core computes a token in about that time, and the demo's gaps are short:
 the defaults are for a GPU and for sessions that last for hours."""
+FREE_PORTS = ("--port", "0", "--admin-port", "0")
+"""A gateway takes these: whatever else runs on this machine may have the usual ones."""
 _libc = ctypes.CDLL(None)
 
 
@@ -94,7 +96,7 @@ class DemoFleet:
 
     def start(self, worker_arguments: Sequence[str], workers: int, policy: str) -> None:
         """Start the directory, workers that own, then the gateway over them. Raises PeerLost."""
-        directory = self._spawn("directory", ["directory", "serve", "--new-fleet"])
+        directory = self._spawn("directory", ["directory", "serve", "--port", "0", "--new-fleet"])
         [self.directory_url] = directory.wait_ready(30)
         asking = ("--directory", self.directory_url)
         pending = [
@@ -104,7 +106,7 @@ class DemoFleet:
         self.worker_urls = [child.wait_ready(120)[0] for child in pending]
         over = [part for url in self.worker_urls for part in ("--worker", url)]
         options = ("--policy", policy, *GATEWAY_ARGUMENTS, *asking)
-        gateway = self._spawn("gateway", ["gateway", *options, *over])
+        gateway = self._spawn("gateway", ["gateway", *FREE_PORTS, *options, *over])
         self.gateway_url, self.admin_url = gateway.wait_ready(30)
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:

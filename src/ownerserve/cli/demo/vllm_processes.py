@@ -20,7 +20,7 @@ import httpx
 import msgspec
 
 import ownerserve
-from ownerserve.cli.demo.processes import Child, die_with_parent
+from ownerserve.cli.demo.processes import FREE_PORTS, Child, die_with_parent
 from ownerserve.engines.vllm.flags import SERVER_MODULE, transfer_config
 from ownerserve.kv.errors import InvalidInput, PeerLost
 
@@ -142,7 +142,9 @@ class VllmFleet:
             self.spawn(store)
         urls = [worker.wait_ready() for worker in self.workers]
         over = [part for url in urls for part in ("--worker", url)]
-        self._gateway = Child("gateway", ["gateway", "--policy", "sticky", *over], self._folder)
+        self._gateway = Child(
+            "gateway", ["gateway", *FREE_PORTS, "--policy", "sticky", *over], self._folder
+        )
         self.gateway_url = self._gateway.wait_ready(60)[0]
 
     def spawn(self, store: Path | None) -> VllmWorker:

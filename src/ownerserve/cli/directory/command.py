@@ -35,6 +35,7 @@ from ownerserve.directory.rpc.client import TIMEOUT_S, DirectoryClient, check_ad
 from ownerserve.directory.rpc.server import DirectoryServer
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.errors import InvalidInput, PeerLost
+from ownerserve.kv.listening import DIRECTORY, LOOPBACK
 from ownerserve.kv.wire.curve import FleetKey, write_fleet_key
 
 FORGET_S = 120.0
@@ -72,11 +73,17 @@ def command() -> None:
 @command.command("serve", short_help="Run the directory.")
 @click.option(
     "--host",
-    default="127.0.0.1",
+    default=LOOPBACK,
     show_default=True,
     help="Address to listen on; off loopback it needs --curve-key-file.",
 )
-@click.option("--port", type=PORT, default=0, show_default=True, help="Port; 0 takes a free one.")
+@click.option(
+    "--port",
+    type=PORT,
+    default=DIRECTORY.port,
+    show_default=True,
+    help="Port; 0 takes a free one.",
+)
 @curve_key_option
 @click.option(
     "--home",

@@ -29,8 +29,9 @@ from ownerserve.directory.rpc.frames import (
     encode,
 )
 from ownerserve.kv.errors import InvalidInput, InvariantViolated, OwnerServeError
+from ownerserve.kv.listening import DIRECTORY, LOOPBACK
 from ownerserve.kv.wire.curve import FleetKey
-from ownerserve.kv.wire.framed import LOOPBACK, FramedServer
+from ownerserve.kv.wire.framed import FramedServer
 
 log = logging.getLogger("ownerserve.directory")
 
@@ -57,9 +58,7 @@ class DirectoryServer:
         key: FleetKey | None = None,
     ) -> None:
         self._directory = directory
-        self._server = FramedServer(
-            "directory", host, port, key=key, read_bytes_max=MAX_FRAME_BYTES
-        )
+        self._server = FramedServer(DIRECTORY, host, port, key=key, read_bytes_max=MAX_FRAME_BYTES)
         self._socket, self.address = self._server.socket, self._server.address
         self._swept_s = time.monotonic()
         self._lost_copies = 0

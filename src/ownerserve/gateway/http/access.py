@@ -84,16 +84,17 @@ def _system_trust() -> ssl.SSLContext:
     return _new_context()
 
 
-def read_key(path: Path) -> str:
-    """Return the key in a file of one line. Raises InvalidInput, which never shows it."""
+def read_key(path: Path, *, field: str) -> str:
+    """Return the key in a file of one line, which the option `field` names. Raises InvalidInput,
+    which never shows it."""
     mend = "put the key alone into it, in printable ASCII"
     try:
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         problem = f"{path}: {error.__class__.__name__}"
-        raise InvalidInput("worker-key-file", problem, mend) from error
+        raise InvalidInput(field, problem, mend) from error
     if not key or not key.isprintable() or " " in key or len(key) > KEY_MAX_CHARACTERS:
-        raise InvalidInput("worker-key-file", f"{path} holds no key", mend)
+        raise InvalidInput(field, f"{path} holds no key", mend)
     return key
 
 

@@ -25,13 +25,13 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from ownerserve.kv.addresses import KEYED, PLAIN, is_loopback
+from ownerserve.kv.addresses import KEYED, PLAIN
 from ownerserve.kv.errors import UNREADABLE, InvalidInput, PeerLost
-from ownerserve.kv.wire.curve import OPTION, FleetKey, Guard, connect
+from ownerserve.kv.listening import Protection, ServicePort, check_reach
+from ownerserve.kv.wire.curve import FleetKey, Guard, connect
 
 log = logging.getLogger("ownerserve.wire")
 
-LOOPBACK = "127.0.0.1"
 NUMBER_BYTES = 8
 FAULT_PAUSE_S = 0.05
 
@@ -62,18 +62,23 @@ def open_frame(data: bytes, decoder: msgspec.msgpack.Decoder[F], *, oldest: int,
 
 
 class Port:
-    """A port is a bound ROUTER socket; it is one thread's, as all of ZeroMQ's are. `what` names it
-    in errors.
+    """A port is a bound ROUTER socket; it is one thread's, as all of ZeroMQ's are. `listener` says
+    which one it is.
 
     `address` says whether it wants keys (curve.py).
     """
 
     def __init__(
-        self, what: str, host: str, port: int, *, key: FleetKey | None, read_bytes_max: int
+        self,
+        listener: ServicePort,
+        host: str,
+        port: int,
+        *,
+        key: FleetKey | None,
+        read_bytes_max: int,
     ) -> None:
-        if key is None and not is_loopback(host):
-            problem = f"{host} is reachable from outside, and there are no keys"
-            raise InvalidInput(f"{what} host", problem, f"use {LOOPBACK}, or give {OPTION}")
+        check_reach(listener, host, Protection.OPEN if key is None else Protection.KEYED)
+        what = listener.name
         self._guard = None if key is None else Guard(key)
         context = zmq.Context.instance() if self._guard is None else self._guard.context
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
@@ -108,18 +113,24 @@ class Port:
 
 
 class FramedServer:
-    """A framed server is a bound port and the thread that serves it from `start` to `stop`. `what`
-    names both.
+    """A framed server is a bound port and the thread that serves it from `start` to `stop`. The
+    `listener` names both.
 
     What is raised in a round is logged and costs that round, never the service.
     """
 
     def __init__(
-        self, what: str, host: str, port: int, *, key: FleetKey | None, read_bytes_max: int
+        self,
+        listener: ServicePort,
+        host: str,
+        port: int,
+        *,
+        key: FleetKey | None,
+        read_bytes_max: int,
     ) -> None:
-        self._port = Port(what, host, port, key=key, read_bytes_max=read_bytes_max)
+        self._port = Port(listener, host, port, key=key, read_bytes_max=read_bytes_max)
         self.socket, self.address = self._port.socket, self._port.address
-        self._what = what
+        self._what = listener.name
         self._stopping = Event()
         self._wake: Callable[[], None] | None = None
         self._thread: Thread | None = None

@@ -22,8 +22,9 @@ import msgspec
 import zmq
 
 from ownerserve.kv.errors import InvalidInput, PeerLost
+from ownerserve.kv.listening import LOOPBACK, RPC
 from ownerserve.kv.wire.curve import FleetKey
-from ownerserve.kv.wire.framed import LOOPBACK, FramedClient, FramedServer
+from ownerserve.kv.wire.framed import FramedClient, FramedServer
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
@@ -166,7 +167,7 @@ class RpcServer:
         self.counts: Counter[str] = Counter()
         self._answer: Answerer = _nobody
         self._step_s: Callable[[], float] = lambda: RESERVE_MAX_S
-        self._server = FramedServer("rpc", host, port, key=key, read_bytes_max=READ_BYTES_MAX)
+        self._server = FramedServer(RPC, host, port, key=key, read_bytes_max=READ_BYTES_MAX)
         self._socket, self.address = self._server.socket, self._server.address
         self._flights = Flights()
         self._done: deque[Future[RpcAnswer]] = deque()

@@ -12,25 +12,16 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.listening import WORKER, Protection, open_listener
 
 GRACE_S = 2
 """How long open answers may go on after a signal."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket; port 0 takes a free one. Raises InvalidInput when it can't be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise InvalidInput(
-            "host/port", f"{host}:{port}: {error.strerror}", "use a free port, or 0 for any"
-        ) from error
-    return bound
+def listen(host: str, port: int, *, protection: Protection = Protection.OPEN) -> socket.socket:
+    """Return a bound socket; port 0 takes a free one. Raises InvalidInput when it can't be had, or
+    may not be."""
+    return open_listener(WORKER, host, port, protection=protection)
 
 
 def url_of(bound: socket.socket) -> str:

@@ -19,9 +19,10 @@ import msgspec
 from ownerserve.directory.opening import opener_of
 from ownerserve.directory.port import Directory
 from ownerserve.engines.vllm.turns.turn import is_final, session_of
-from ownerserve.kv.addresses import KEYED, is_loopback
+from ownerserve.kv.addresses import KEYED
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.listening import RPC, Protection, check_reach
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.curve import FleetKey, read_fleet_key
@@ -61,9 +62,8 @@ def gateway_port(host: str, port: int, key_file: str) -> RpcServer | None:
     if not host:
         return None
     key = fleet_key(key_file)
-    if key is None and not is_loopback(host):
-        problem = f"{host} is reachable from outside, and there are no keys"
-        raise InvalidInput(HOST_FIELD, problem, "set curve_key_file too")
+    at = msgspec.structs.replace(RPC, host_option=HOST_FIELD, opened_by="curve_key_file")
+    check_reach(at, host, Protection.OPEN if key is None else Protection.KEYED)
     return RpcServer(host=host, port=port, key=key)
 
 

@@ -1,0 +1,114 @@
+"""Listeners are the ports that processes of this project open: here is the table of all of them,
+and the one door through which each is opened.
+
+A listener is on loopback unless its host says otherwise, and off loopback only where something is
+asked of whoever comes: keys, or the operator's word that the network is guarded (docs/ports.md).
+"""
+
+from __future__ import annotations
+
+import socket
+from enum import Enum
+
+import msgspec
+
+from ownerserve.kv.addresses import is_loopback
+from ownerserve.kv.errors import InvalidInput
+
+LOOPBACK = "127.0.0.1"
+FREE = 0
+"""A default port that stands for any free one; the process says which it took."""
+
+
+class ServicePort(msgspec.Struct, frozen=True, kw_only=True):
+    """A service port is one kind of listener: the options that place it, its default port, and
+    `opened_by`, what is to be given before it may be off loopback."""
+
+    name: str
+    host_option: str
+    port_option: str
+    port: int
+    opened_by: str
+
+
+GATEWAY = ServicePort(
+    name="gateway",
+    host_option="--host",
+    port_option="--port",
+    port=8000,
+    opened_by="--tenants-file, or --allow-remote where a proxy in front asks for keys",
+)
+ADMIN = ServicePort(
+    name="gateway's admin",
+    host_option="--admin-host",
+    port_option="--admin-port",
+    port=8900,
+    opened_by="--admin-key-file",
+)
+DIRECTORY = ServicePort(
+    name="directory",
+    host_option="--host",
+    port_option="--port",
+    port=7700,
+    opened_by="--curve-key-file",
+)
+WORKER = ServicePort(
+    name="worker",
+    host_option="--host",
+    port_option="--port",
+    port=8100,
+    opened_by="--allow-remote, on a network where gateways alone reach it",
+)
+RPC = ServicePort(
+    name="rpc",
+    host_option="--rpc-host",
+    port_option="--rpc-port",
+    port=FREE,
+    opened_by="--curve-key-file",
+)
+LISTENERS = (GATEWAY, ADMIN, DIRECTORY, WORKER, RPC)
+
+
+class Protection(Enum):
+    """A protection says what is asked of whoever reaches a listener."""
+
+    OPEN = "open"
+    """Nothing is asked: on loopback only."""
+    KEYED = "keyed"
+    """Nobody is answered without a key."""
+    VOUCHED = "vouched"
+    """Nothing is asked; the operator vouches for the network."""
+
+
+def check_reach(listener: ServicePort, host: str, protection: Protection) -> None:
+    """Raise InvalidInput for a host that others reach while nothing is asked of them."""
+    if protection is Protection.OPEN and not is_loopback(host):
+        problem = f"{host or 'every address'} is reachable from outside, and nothing is asked there"
+        raise InvalidInput(
+            listener.host_option, problem, f"use {LOOPBACK}, or give {listener.opened_by}"
+        )
+
+
+def open_listener(
+    listener: ServicePort, host: str, port: int, *, protection: Protection
+) -> socket.socket:
+    """Return a bound socket, which takes connections once its server listens. Raises InvalidInput
+    for a host that `check_reach` refuses, or a port that can't be had."""
+    check_reach(listener, host, protection)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        mend = f"use an address of this machine, like {LOOPBACK}"
+        raise InvalidInput(listener.host_option, f"{host}: {error.strerror}", mend) from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(place)
+    except OSError as error:
+        bound.close()
+        at = f"{host}:{port}: {error.strerror}"
+        option = f"{listener.host_option}/{listener.port_option}"
+        raise InvalidInput(option, at, "use a free port, or 0 for any") from error
+    return bound
