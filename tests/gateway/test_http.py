@@ -268,7 +268,7 @@ class Sink:
     def answer_failed(self, failure: Failure) -> None:
         self.end = failure
 
-    def answer_broken(self) -> None:
+    def answer_broken(self, failure: object) -> None:
         self.end = "broken"
 
     def answer_fault(self, error: Exception) -> None:
@@ -279,7 +279,7 @@ def receive(*pieces: bytes, method: bytes = b"POST", lost: bool = False) -> tupl
     pool = WorkerPool(Address("127.0.0.1", 1), open_access(None, None), connect_timeout_s=1)
     connection, sink = UpstreamConnection(pool), Sink()
     connection.connection_made(Wire())  # type: ignore[arg-type]
-    connection.send(b"", b"", method=method, sink=sink)
+    connection.send(b"", b"", method=method, sink=sink, patience_s=60.0)
     for piece in pieces:
         connection.data_received(piece)
     if lost:

@@ -158,6 +158,25 @@ def _policies() -> str:
     " 503 before it is read.",
 )
 @click.option(
+    "--first-byte-timeout",
+    "first_byte_timeout_s",
+    type=Finite(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a worker that is up may send nothing of a streamed answer, before its first byte"
+    " (then another worker is asked) or in its middle.",
+)
+@click.option(
+    "--whole-answer-timeout",
+    "whole_answer_timeout_s",
+    type=Finite(min=0, min_open=True),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The same for an answer that is not streamed, which comes with its last token.",
+)
+@click.option(
     "--drain-timeout",
     "drain_timeout_s",
     type=Finite(min=0),
@@ -189,8 +208,8 @@ def command(
     admin_port: int,
     admin_key_file: Path | None,
     body_memory_mib: int,
-    drain_timeout_s: float,
     ready_file: Path | None,
+    **timeouts: float,
 ) -> None:
     """Route OpenAI and Anthropic requests to workers, each session to where its state lies.
 
@@ -220,7 +239,6 @@ def command(
         admin_port=admin_port,
         admin_key=_key(admin_key_file, "--admin-key-file"),
         bodies_max_bytes=body_memory_mib * MIB,
-        drain_timeout_s=drain_timeout_s,
         settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
         seats=None if seats is None else SeatSettings(share=seats),
         worker_key=_key(worker_key_file, "--worker-key-file"),
@@ -229,7 +247,7 @@ def command(
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
     shared = None if directory is None else opener_of(directory, key)()
-    uvloop.run(_serve(config, shared, ready_file))
+    uvloop.run(_serve(replace(config, **timeouts), shared, ready_file))
 
 
 def _key(path: Path | None, option: str) -> str | None:

@@ -38,6 +38,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     connect_timeout_s: float = 3.0
     head_timeout_s: float = 30.0
     body_timeout_s: float = 300.0
+    first_byte_timeout_s: float = 600.0
+    """A worker that is up may send nothing of a streamed answer for so long: first before it has
+    computed the prompt, behind others' prompts, and then in its middle. At 500 tokens a second,
+    which is slow, 100k tokens take 200 s."""
+    whole_answer_timeout_s: float = 3600.0
+    """The same for an answer that is sent whole, of which nothing comes before its last token."""
     idle_timeout_s: float = 75.0
     """A kept connection without a request is closed after this."""
     drain_timeout_s: float = 30.0

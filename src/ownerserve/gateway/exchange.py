@@ -28,8 +28,18 @@ from msgspec import structs
 
 from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.http.client import ClientConnection, HttpRequest
+from ownerserve.gateway.http.events import chunk, error_event, unframed, whole_events
 from ownerserve.gateway.http.heads import ResponseHead
-from ownerserve.gateway.http.replies import Rejected, fault, pressed, refused
+from ownerserve.gateway.http.replies import (
+    STOPPED,
+    CutShort,
+    Rejected,
+    cut_short,
+    fault,
+    pressed,
+    refused,
+    too_late,
+)
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
 from ownerserve.gateway.stamps import Stamp, receipt_lines
 from ownerserve.gateway.turns import (
@@ -44,6 +54,7 @@ from ownerserve.gateway.turns import (
 from ownerserve.gateway.workers.rpc import HeldPlace, Manner, is_direct_append, is_turn
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.units import MIB
 from ownerserve.kv.wire.headers import session_id_of
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
@@ -71,6 +82,10 @@ class TurnPort(Protocol):
         self, asked: IdentifiedRequest, lost: LostDispatch | None = None, *, request_id: bytes
     ) -> Route | Refuse:
         """Decide where the turn runs, for the first time or after a dispatch that was lost."""
+        ...
+
+    def patience_s(self, asked: IdentifiedRequest) -> float:
+        """Return how long a worker that is up may send nothing of the answer, in seconds."""
         ...
 
     def began(
@@ -134,13 +149,20 @@ class Exchange:
             except Exception as error:  # noqa: BLE001 - a request's root: it is logged there
                 self.failed(error)
         else:
-            self.phase = Reading(self, asked, self.run(self._find(asked, arrived.look_up)))
+            self.phase = Reading(self, asked, self._run(self._find(asked, arrived.look_up)))
 
     def abort(self) -> None:
         """End the exchange, as the client hung up: the worker's connection is closed, so that the
         engine can stop."""
         phase, self.phase = self.phase, OVER
         phase.abort()
+
+    def stop(self) -> None:
+        """End the exchange, as the gateway ends, with a word to the client where it can be said."""
+        phase, self.phase = self.phase, OVER
+        phase.abort()
+        if isinstance(phase, Relaying):
+            phase.cut_short(STOPPED)
 
     def pause(self) -> None:
         """Stop reading the answer: the client reads too slowly."""
@@ -152,7 +174,7 @@ class Exchange:
 
     # What phases do
 
-    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Begin work of the present phase as a task; a fault in it is logged and ends the
         request."""
         task = asyncio.get_running_loop().create_task(work)
@@ -176,7 +198,7 @@ class Exchange:
             manner = Manner.UNASKED
         attempt = Attempt(self, asked, route, manner)
         if attempt.asks and not is_direct_append(route.dispatch):
-            self.phase = Connecting(attempt, None, self.run(self._reserve(attempt)))
+            self.phase = Connecting(attempt, None, self._run(self._reserve(attempt)))
         else:
             self.connect(attempt, None)
 
@@ -189,6 +211,8 @@ class Exchange:
         route = self.turns.decide(asked, lost, request_id=self.request_id)
         if isinstance(route, Refuse) and isinstance(why, WorkerRefusal):
             self._refuse(asked, pressed(why.value))
+        elif isinstance(route, Refuse) and why is Failure.LATE:
+            self._refuse(asked, too_late())
         else:
             self.follow(asked, attempt.manner, route)
 
@@ -204,7 +228,7 @@ class Exchange:
         if kept is not None:
             self._send(attempt, place, kept)
         else:
-            self.phase = Connecting(attempt, place, self.run(self._open(attempt, place)))
+            self.phase = Connecting(attempt, place, self._run(self._open(attempt, place)))
 
     def failed(self, error: BaseException) -> None:
         """End the request after a fault, not in silence: with an answer where none has begun."""
@@ -215,9 +239,10 @@ class Exchange:
         except Exception as second:  # noqa: BLE001 - the fault may be in what ends a phase
             self.log_fault(second)
         if isinstance(phase, Relaying):
-            self.client.answer_cut_off()
+            told = fault()
+            phase.cut_short(CutShort(told.code, told.message))
         elif phase is OVER:  # nobody can say how much of an answer is written
-            self.client.close()
+            self.client.answer_cut_off()
         else:
             self.client.answer_rejected(fault(), self.request_id)
 
@@ -280,7 +305,8 @@ class Exchange:
             body = with_text(body, asked.said, session_id_of(line))
         sent = head.to_worker(self.request_id, len(body), orders=route.head_lines(line))
         self.phase = awaiting = AwaitingHead(attempt, place, upstream)
-        upstream.send(sent, body, method=head.method, sink=awaiting)
+        patience_s = self.turns.patience_s(asked)
+        upstream.send(sent, body, method=head.method, sink=awaiting, patience_s=patience_s)
         if place is not None and self.phase is awaiting:
             place.use()
 
@@ -491,13 +517,13 @@ class AwaitingHead(Sent):
         if isinstance(came, WorkerRefusal):
             exchange.phase = ending = Discarding(attempt, self.upstream, came)
             return ending
-        relaying = Relaying
+        relaying: type[Relaying] = Streaming if head.has_events and head.chunked else Relaying
         if head.chunked and exchange.request.head.version == b"1.0":
-            relaying = Dechunking
-            head, first = head.unchunked(), self.upstream.payload()
+            relaying = StreamingDechunked if head.has_events else Dechunking
+            head = head.unchunked()
         response_id = None
         if exchange.request.head.target.startswith(b"/v1/responses"):
-            response_id = scan_response_id(first[:TAIL_BYTES])
+            response_id = scan_response_id(self.upstream.reader.payload[:TAIL_BYTES])
         exchange.phase = going_on = relaying(attempt, self.upstream, came, response_id)
         client = exchange.client
         if head.ends_by_close:
@@ -507,7 +533,7 @@ class AwaitingHead(Sent):
             exchange.request_id,
             client.connection_line,
         )
-        client.write(head.to_client(lines) + first)
+        client.write(head.to_client(lines) + going_on.passed(first))
         exchange.let_body_go()
         going_on.attempt = attempt.without_body()
         return going_on
@@ -535,6 +561,10 @@ class Relaying(Sent):
         self.stamp = stamp
         self.response_id = response_id
 
+    def passed(self, data: bytes) -> bytes:
+        """Return what the client gets now, as a part of the body has come."""
+        return data
+
     def answer_bytes(self, data: bytes) -> None:
         """Pass a part of the body on to the client."""
         self.attempt.exchange.client.write(data)
@@ -554,12 +584,115 @@ class Relaying(Sent):
             attempt.close_books()
         exchange.client.answer_complete()
 
-    def answer_broken(self) -> None:
+    def answer_broken(self, failure: Failure) -> None:
         """Cut the client off, as the answer stops in its middle."""
         attempt = self.attempt
         attempt.exchange.phase = OVER
         attempt.exchange.turns.ended(attempt.asked, Broken(attempt.dispatch.receipt))
-        attempt.exchange.client.answer_cut_off()
+        self.cut_short(cut_short(failure))
+
+    def cut_short(self, why: CutShort) -> None:
+        """Cut the client off in the middle of its answer: nothing can be said in it."""
+        self.attempt.exchange.client.answer_cut_off()
+
+
+HELD_MAX_BYTES = MIB
+"""A line that is longer is passed on in parts; a stream that stops then is cut off."""
+
+
+class Streaming(Relaying):
+    """In this phase events go to the client, as they come and in whole lines: so that an event of
+    the gateway's own can tell the client why its stream stops in its middle."""
+
+    __slots__ = ("_held", "_is_torn")
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        upstream: UpstreamConnection,
+        stamp: Stamp,
+        response_id: str | None,
+    ) -> None:
+        super().__init__(attempt, upstream, stamp, response_id)
+        self._held = b""
+        """Chunks from a frame's begin, of which the last is not whole or ends amid a line."""
+        self._is_torn = False
+        """Whether the client has a part of a line, or of a frame, of which the rest was not
+        sent."""
+
+    def passed(self, data: bytes) -> bytes:
+        """Return what the client gets now: all that has come, unless that ends amid a line."""
+        piece = self._piece(data)
+        if self._held:
+            piece, self._held = self._held + piece, b""
+        if self._is_whole(piece):
+            self._is_torn = False
+        elif len(piece) <= HELD_MAX_BYTES and not self._is_torn:
+            self._held, piece = piece, b""
+        else:
+            self._is_torn = True
+        return piece
+
+    def answer_bytes(self, data: bytes) -> None:
+        """Pass a part of the body on to the client, in whole lines."""
+        piece = self.passed(data)
+        if piece:
+            self.attempt.exchange.client.write(piece)
+
+    def answer_end(self, tail: bytes) -> None:
+        """Pass on what is held, and close the books of an answer that is whole."""
+        if self._held:
+            self.attempt.exchange.client.write(self._held)
+        super().answer_end(tail)
+
+    def cut_short(self, why: CutShort) -> None:
+        """Tell the client in its stream why it stops, and close."""
+        exchange = self.attempt.exchange
+        if self._is_torn:
+            exchange.client.answer_cut_off()
+            return
+        held = self._payload(self._held)
+        rest, tail = whole_events(held), self.upstream.reader.tail
+        tail = tail[: max(len(tail) - len(held) + len(rest), 0)]
+        last = error_event(exchange.request.head.target, tail, code=why.code, message=why.message)
+        exchange.client.answer_cut_off(self._framed(rest + last))
+
+    # What the frames of chunks make of it
+
+    def _piece(self, data: bytes) -> bytes:
+        """Return what came as the client gets it."""
+        return data
+
+    def _is_whole(self, piece: bytes) -> bool:
+        """Return whether `piece` ends with a line, and with its frame."""
+        return piece.endswith(b"\n\r\n") and not self.upstream.reader.in_chunk
+
+    def _payload(self, pieces: bytes) -> bytes:
+        """Return the payload of pieces as the client gets them."""
+        return unframed(pieces)
+
+    def _framed(self, payload: bytes) -> bytes:
+        """Return payload as the client gets it."""
+        return chunk(payload)
+
+
+class StreamingDechunked(Streaming):
+    """In this phase events go to a client too old for chunks (nginx is one by default), without
+    their frames."""
+
+    __slots__ = ()
+
+    def _piece(self, data: bytes) -> bytes:
+        return self.upstream.reader.payload
+
+    def _is_whole(self, piece: bytes) -> bool:
+        return not piece or piece.endswith(b"\n")
+
+    def _payload(self, pieces: bytes) -> bytes:
+        return pieces
+
+    def _framed(self, payload: bytes) -> bytes:
+        return payload
 
 
 class Dechunking(Relaying):
@@ -567,9 +700,13 @@ class Dechunking(Relaying):
 
     __slots__ = ()
 
+    def passed(self, data: bytes) -> bytes:
+        """Return the payload of what has come."""
+        return self.upstream.reader.payload
+
     def answer_bytes(self, data: bytes) -> None:
         """Pass the payload of a part of the body on to the client."""
-        self.attempt.exchange.client.write(self.upstream.payload())
+        self.attempt.exchange.client.write(self.upstream.reader.payload)
 
 
 class Discarding(Sent):
@@ -595,7 +732,7 @@ class Discarding(Sent):
         """Decide again, as the refusal is whole: its connection may carry the next turn."""
         self.attempt.exchange.decide_again(self.attempt, self.refusal)
 
-    def answer_broken(self) -> None:
+    def answer_broken(self, failure: Failure) -> None:
         """Decide again: a refusal that stops in its middle is one all the same."""
         self.attempt.exchange.decide_again(self.attempt, self.refusal)
 

@@ -149,7 +149,8 @@ class Gateway:
         )
         self._tasks = [loop.create_task(monitor.run()) for monitor in monitors]
         self._tasks += [loop.create_task(reader.run()) for reader in self.inventories.values()]
-        self._tasks += [loop.create_task(self._sweep()), loop.create_task(self._tidy())]
+        watches = (self._sweep(), self._tidy(), self._look_at_answers())
+        self._tasks += [loop.create_task(watch) for watch in watches]
 
     async def drain(self) -> None:
         """Take no more; wait for what is live, at most `drain_timeout_s`; then close all."""
@@ -171,7 +172,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for client in list(self.clients):
-            client.close()
+            client.stop()
         for pool in self.turns.pools.values():
             pool.close_idle()
         if self.turns.finder is not None:
@@ -226,6 +227,18 @@ class Gateway:
         while True:
             await asyncio.sleep(TIDY_INTERVAL_S)
             self.bodies.tidy()
+
+    async def _look_at_answers(self) -> None:
+        """End the waits for workers that are up and send nothing of an answer."""
+        config = self.config
+        patience_s = min(config.first_byte_timeout_s, config.whole_answer_timeout_s)
+        while True:
+            await asyncio.sleep(min(SWEEP_INTERVAL_S, patience_s / 4))
+            for pool in self.turns.pools.values():
+                try:
+                    pool.look(self.now())
+                except Exception:  # a task's root: else nobody's patience would ever end
+                    log.exception("a look at who waits for worker %s: a fault", pool.address.worker)
 
     async def _sweep(self) -> None:
         """Close clients that keep us waiting, and let in who may enter: one timer for all of

@@ -173,6 +173,8 @@ class Turns:
 
     def __init__(self, config: Config, directory: Directory | None) -> None:
         self.now = asyncio.get_running_loop().time
+        self._first_byte_timeout_s = config.first_byte_timeout_s
+        self._whole_answer_timeout_s = config.whole_answer_timeout_s
         self.policy = make_policy(config.policy, config.settings)
         self.state = RouterState(self.policy, settings=config.settings)
         self.access = open_access(config.worker_key, config.worker_ca_file)
@@ -254,6 +256,12 @@ class Turns:
         if lost is not None and outcome.reason is DispatchReason.RETRY_UNASKED:
             self.observer.pressed("unasked", "all_refused")
         return Route(self, outcome)
+
+    def patience_s(self, asked: IdentifiedRequest) -> float:
+        """Return how long a worker that is up may send nothing of the answer, in seconds."""
+        if asked.fields.raw("stream") == b"true":
+            return self._first_byte_timeout_s
+        return self._whole_answer_timeout_s
 
     def told_held(self, dispatch: Dispatch, admit: Admit) -> HoldsLess | None:
         """Tell the state what the worker says that it holds of a turn's session; return HoldsLess

@@ -43,6 +43,8 @@ class Failure(Label):
     """The worker closed a fresh connection without an answer."""
     SILENT = "silent"
     """The worker was taken out since, and nothing came: it took the turn and hangs."""
+    LATE = "late"
+    """The worker is up, and nothing of the answer came for longer than a client's patience."""
     MALFORMED = "malformed"
     """The answer was no HTTP."""
     REFUSED = "refused"

@@ -42,6 +42,8 @@ class FakeEngine:
         """A turn gets no answer."""
         self.is_hung = False
         """Nothing gets an answer, as of a process that was stopped (SIGSTOP)."""
+        self.opens_and_dies = False
+        """A stream's head is sent, then the connection closed."""
         self.never_lists = False
         """/v1/models gets no answer."""
         self._writers: set[asyncio.StreamWriter] = set()
@@ -174,6 +176,8 @@ class FakeEngine:
     async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
         writer.write(b"transfer-encoding: chunked\r\n\r\n")
+        if self.opens_and_dies:
+            raise ConnectionError
         waiting = asyncio.ensure_future(self.go_on.wait())
         for number in range(EVENTS):
             event = b"data: %d\n\n" % number

@@ -202,6 +202,8 @@ class RequestReader:
 
 
 QUEUE_MAX = 4
+CUT_SHORT_S = 10.0
+"""How long a client has to read what it was sent of an answer that stops in its middle."""
 LINGER_S = 2.0
 """How long a refused client's input is read and dropped, so that it can read its answer."""
 
@@ -229,6 +231,10 @@ class Answering(Protocol):
 
     def resume(self) -> None:
         """Go on reading the answer."""
+        ...
+
+    def stop(self) -> None:
+        """End as the gateway ends, with a word to the client where it can be said."""
         ...
 
 
@@ -438,7 +444,7 @@ class ClientConnection(asyncio.Protocol):
         self._drop_queue()
         self._balance_reading()
         self._closing = True
-        asyncio.get_running_loop().call_later(LINGER_S, self.close)
+        asyncio.get_running_loop().call_later(LINGER_S, self._close)
 
     # What an exchange does
 
@@ -465,17 +471,24 @@ class ClientConnection(asyncio.Protocol):
         self._answered()
         self._waiting_since_s = self._gateway.now()
         if self.connection_line:
-            self.close()
+            self._close()
         elif self._queue:
             asyncio.get_running_loop().call_soon(self._go_on)
 
-    def answer_cut_off(self) -> None:
-        """Abort the connection, as the worker died in mid-answer, so that the client can see that
-        it is short."""
+    def answer_cut_off(self, last: bytes = b"") -> None:
+        """Close the connection without the end of the present answer, so that the client can see
+        that it is short; behind `last`, where that can tell it why."""
+        self.write(last)
         self._answered()
         self._closing = True
-        if self._transport is not None:
-            self._transport.abort()
+        transport = self._transport
+        if transport is None:
+            return
+        if last:
+            transport.close()
+            asyncio.get_running_loop().call_later(CUT_SHORT_S, transport.abort)
+        else:
+            transport.abort()
 
     def _answered(self) -> None:
         """Note that no request is being answered, and let its body go."""
@@ -493,7 +506,14 @@ class ClientConnection(asyncio.Protocol):
 
     # What the service does
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Close the connection, as the gateway ends; whose answer is under way hears it, if it can
+        be said."""
+        if self._exchange is not None:
+            self._exchange.stop()
+        self._close()
+
+    def _close(self) -> None:
         """Close the connection, whatever is under way."""
         self._closing = True
         if self._transport is not None:
@@ -506,7 +526,7 @@ class ClientConnection(asyncio.Protocol):
         limits, reader, waited_s = self._gateway.limits, self._reader, now - self._waiting_since_s
         if not reader.in_message:
             if waited_s > limits.idle_timeout_s:
-                self.close()
+                self._close()
         elif waited_s > (limits.head_timeout_s if reader.in_head else limits.body_timeout_s):
             self._refuse_and_linger(
                 Rejected(HTTPStatus.REQUEST_TIMEOUT, "timeout", "request: came in too slowly")

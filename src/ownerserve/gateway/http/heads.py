@@ -82,6 +82,7 @@ _DROPPED_OF_CLIENTS = _DROPPED | {ENGINE_SESSION_HEADER.encode()}
 """A client's word for its session names it at the gateway; the worker gets the gateway's."""
 _ANSWER_LINE = ANSWER_HEADER.encode()
 """For gateways alone: it names units and epochs."""
+_EVENTS = b"text/event-stream"
 _REQUEST_ID_MAX = 128
 
 
@@ -208,6 +209,8 @@ class ResponseHead(msgspec.Struct, frozen=True):
     chunked: bool
     length: bytes | None
     stamp: dict[bytes, bytes] = {}
+    has_events: bool = False
+    """Whether its body is a stream of server-sent events that can be read here."""
 
     @property
     def ends_by_close(self) -> bool:
@@ -237,6 +240,7 @@ def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> Res
     lines: list[bytes] = []
     stamp: dict[bytes, bytes] = {}
     chunked, length = False, None
+    has_events, is_encoded = False, False
     for name, value in headers:
         key = name.lower()
         if key in _DROPPED:
@@ -245,9 +249,14 @@ def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> Res
             elif key == b"transfer-encoding":
                 chunked = True
             continue
+        if key == b"content-type":
+            has_events = value.startswith(_EVENTS)
+        elif key == b"content-encoding":
+            is_encoded = True
         if key.startswith(_PREFIX):
             stamp[key[len(_PREFIX) :]] = value
             if key == _ANSWER_LINE:
                 continue
         lines += (name, b": ", value, b"\r\n")
-    return ResponseHead(status, phrase, b"".join(lines), chunked, length, stamp)
+    has_events = has_events and not is_encoded and length is None and status == HTTPStatus.OK
+    return ResponseHead(status, phrase, b"".join(lines), chunked, length, stamp, has_events)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import NamedTuple
 
 import msgspec
 
-from ownerserve.router.messages import Refusal
+from ownerserve.router.messages import Failure, Refusal
 
 
 class Rejected(Exception):
@@ -50,6 +51,34 @@ def fault() -> Rejected:
     which."""
     message = "a fault in the gateway ended this request; its log has the same x-request-id; retry"
     return Rejected(HTTPStatus.INTERNAL_SERVER_ERROR, "gateway_fault", message)
+
+
+def too_late() -> Rejected:
+    """Return the rejection for a turn of which nothing came in time at any worker that was
+    asked."""
+    message = "a worker that is up sent nothing of the answer in time; see first_byte_timeout"
+    return Rejected(HTTPStatus.GATEWAY_TIMEOUT, "first_byte_timeout", message)
+
+
+class CutShort(NamedTuple):
+    """This says why an answer stops in its middle, to programs and to people."""
+
+    code: str
+    message: str
+
+
+_CUT_SHORT = {
+    Failure.SILENT: CutShort("worker_silent", "the worker hangs and was taken out; retry"),
+    Failure.LATE: CutShort("worker_silent", "the worker sent nothing more for too long; retry"),
+    Failure.MALFORMED: CutShort("worker_malformed", "what the worker sent is no HTTP; retry"),
+}
+_WORKER_LOST = CutShort("worker_lost", "the connection to the worker was lost; retry")
+STOPPED = CutShort("gateway_stopped", "this gateway was shut down; retry")
+
+
+def cut_short(failure: Failure) -> CutShort:
+    """Return what a client hears whose answer stops in its middle by the worker's failure."""
+    return _CUT_SHORT.get(failure, _WORKER_LOST)
 
 
 def error_reply(rejected: Rejected, *, request_id: bytes, connection: bytes) -> bytes:

@@ -7,6 +7,9 @@ connection used is the first one taken: it is the least likely to be stale.
 
     IDLE ─send─> WAITING ─head─> BODY ─end─> IDLE (kept) | CLOSED
                     └──────lost───┴──────lost──────────────> CLOSED
+
+The head of a stream of events is held until the first bytes of its body: engines send it before
+they compute, and while nothing else has come another worker can be asked.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ class AnswerReader:
         self.head: ResponseHead | None = None
         self.tail = b""
         self.complete = self.keep_alive = False
+        self.in_chunk = False
+        """Whether the last read ended amid a chunk."""
         self.pending = b""
         """Bytes of a head that is not whole yet."""
         self._bodiless = method == b"HEAD"
@@ -114,6 +119,12 @@ class AnswerReader:
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
 
+    def on_chunk_header(self) -> None:
+        self.in_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        self.in_chunk = False
+
     def on_message_complete(self) -> None:
         self.complete = True
         self.keep_alive = self._parser.should_keep_alive()  # the parser knows only now
@@ -135,8 +146,8 @@ class BodySink(Protocol):
         """Take in the body's end; `tail` are its last bytes."""
         ...
 
-    def answer_broken(self) -> None:
-        """Hear that the answer stops in its middle."""
+    def answer_broken(self, failure: Failure) -> None:
+        """Hear that the answer stops in its middle, and what went wrong."""
         ...
 
     def answer_fault(self, error: Exception) -> None:
@@ -168,20 +179,31 @@ class UpstreamConnection(asyncio.Protocol):
         """Whether it had lain idle before its present exchange."""
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._reader = AnswerReader()
+        self.reader = AnswerReader()
+        """What came of the present answer; who is not this connection only reads it."""
         self._awaiting: HeadSink | None = None
         self._relaying: BodySink | None = None
+        self._opened: ResponseHead | None = None
+        """The head of a stream of events of which no event has come."""
         self._paused = False
         self._was_silent = False
         """Whether it was asked to give up, and has heard nothing since."""
+        self._has_heard = False
+        """Whether it has heard something since it was last looked at."""
+        self._patience_s = 0.0
+        self._quiet_since_s = 0.0
 
     # What an exchange may do
 
-    def send(self, head: bytes, body: bytes, *, method: bytes, sink: HeadSink) -> None:
-        """Send a request and report the answer to `sink`."""
-        self._awaiting, self._relaying = sink, None
+    def send(
+        self, head: bytes, body: bytes, *, method: bytes, sink: HeadSink, patience_s: float
+    ) -> None:
+        """Send a request and report the answer to `sink`; who hears nothing for `patience_s`
+        gives it up (`look`)."""
+        self._awaiting, self._relaying, self._opened = sink, None, None
         self._was_silent = False
-        self._reader.begin(method)
+        self._has_heard, self._patience_s = True, patience_s
+        self.reader.begin(method)
         transport = self._transport
         if transport is None or transport.is_closing():  # the loop has not told us yet
             self._lose(Failure.CLOSED)
@@ -210,9 +232,15 @@ class UpstreamConnection(asyncio.Protocol):
             self._paused = False
             transport.resume_reading()
 
-    def payload(self) -> bytes:
-        """Return the body bytes of the last read, without chunk frames."""
-        return self._reader.payload
+    def look(self, now_s: float) -> None:
+        """End the wait for a worker that is up and has sent nothing of the answer for too long,
+        unless the client is who keeps us waiting."""
+        if self._awaiting is None and self._relaying is None:
+            return
+        if self._has_heard or self._paused:
+            self._has_heard, self._quiet_since_s = False, now_s
+        elif now_s - self._quiet_since_s > self._patience_s:
+            self._lose(Failure.LATE)
 
     def give_up_if_silent(self) -> None:
         """End the wait for a worker that is out of reach, unless something has come since this was
@@ -260,8 +288,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _take(self, data: bytes) -> None:
         """Take in what the worker sent."""
-        reader, body = self._reader, self._relaying
+        reader, body = self.reader, self._relaying
         self._was_silent = False
+        self._has_heard = True
         try:
             if body is not None:
                 reader.feed_body(data)
@@ -270,7 +299,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self.abort()
                 return
             else:
-                begun = reader.feed_head(data)
+                begun = self._begun(data)
                 if begun is None:
                     return
                 awaiting = self._awaiting
@@ -284,11 +313,25 @@ class UpstreamConnection(asyncio.Protocol):
         if reader.complete and self._relaying is body:
             self._end(body)
 
+    def _begun(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
+        """Return the answer's head and what came of its body, once the answer has begun. Raises
+        Malformed."""
+        reader, head = self.reader, self._opened
+        if head is not None:
+            reader.feed_body(data)
+            self._opened = None
+            return head, data
+        begun = reader.feed_head(data)
+        if begun is not None and begun[0].has_events and not (begun[1] or reader.complete):
+            self._opened = begun[0]
+            return None
+        return begun
+
     def _lost(self, exc: Exception | None) -> None:
         """End what is under way: the connection is gone."""
         self._transport = None
         self._pool.forget(self)
-        body, head = self._relaying, self._reader.head
+        body, head = self._relaying, self.reader.head
         if body is not None and head is not None and head.ends_by_close and exc is None:
             self._end(body)
         else:
@@ -297,7 +340,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _end(self, body: BodySink) -> None:
         """Report the end of a whole answer; the connection is freed first, so that it can be used
         at once."""
-        reader = self._reader
+        reader = self.reader
         tail, keeps = reader.tail, reader.keep_alive
         reader.begin(b"")  # an idle connection keeps nothing of its last answer
         self._relaying = None
@@ -311,11 +354,11 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _lose(self, failure: Failure) -> None:
         """Hang up and report that the answer will not come, or not to its end."""
-        awaiting, body, reader = self._awaiting, self._relaying, self._reader
-        silent = failure is Failure.CLOSED and not reader.pending
+        awaiting, body, reader = self._awaiting, self._relaying, self.reader
+        silent = failure is Failure.CLOSED and not reader.pending and reader.head is None
         self.abort()
         if body is not None:
-            body.answer_broken()
+            body.answer_broken(failure)
         elif awaiting is not None:
             awaiting.answer_failed(Failure.STALE if silent and self.kept else failure)
 
@@ -393,6 +436,11 @@ class WorkerPool:
         """
         for connection in list(self._busy):
             connection.give_up_if_silent()
+
+    def look(self, now_s: float) -> None:
+        """End the waits that are over, at a worker that is up."""
+        for connection in list(self._busy):
+            connection.look(now_s)
 
     def close_idle(self) -> None:
         """Close the connections that wait for a request."""

@@ -1,0 +1,73 @@
+"""This module ends a stream of server-sent events that stops in its middle, so that its client
+hears why. Pure.
+
+A client sees whole lines alone: what ends amid a line, or amid a chunk's frame, is held until the
+rest has come. So an event of the gateway's own can stand behind whatever came, and is read by every
+client that reads errors of its API. The connection closes behind it without the body's end: to who
+looks at frames alone, the answer is as short as it is.
+
+    ... event | event | half an event            the worker dies
+    ... event | event | error, in the client's dialect | close
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+_GAP = re.compile(rb"\r?\n\r?\n")
+_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
+_ENDS = (b"[DONE]", b'"message_stop"', b'"response.completed"')
+"""What stands in the last event of a stream that has come to its end."""
+
+
+def error_event(target: bytes, tail: bytes, *, code: str, message: str) -> bytes:
+    """Return the bytes that end a stream with an error, in the dialect of the API at `target`;
+    `tail` is the end of what its client has of the body. They are empty where that is the whole
+    answer, and only the body's end is missing."""
+    gap = list(_GAP.finditer(tail))
+    begun = tail[gap[-1].end() :] if gap else tail
+    last = tail[gap[-2].end() if len(gap) > 1 else 0 :]
+    if any(end in last for end in _ENDS):
+        return b""
+    closed = b"\n" if b"data" in begun or (begun and not gap) else b""
+    if target.startswith(b"/v1/messages"):
+        said = {"type": "error", "error": {"type": "api_error", "message": message}}
+        return closed + b"event: error\ndata: %b\n\n" % msgspec.json.encode(said)
+    if target.startswith(b"/v1/responses"):
+        numbers = _NUMBER.findall(tail)
+        told = {
+            "type": "error",
+            "code": code,
+            "message": message,
+            "param": None,
+            "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
+        }
+        return closed + b"event: error\ndata: %b\n\n" % msgspec.json.encode(told)
+    error = {"message": message, "type": "server_error", "param": None, "code": code}
+    return closed + b"data: %b\n\n" % msgspec.json.encode({"error": error})
+
+
+def chunk(payload: bytes) -> bytes:
+    """Return `payload` as a chunk of a body; nothing as nothing, since an empty one ends it."""
+    return b"%x\r\n%b\r\n" % (len(payload), payload) if payload else b""
+
+
+def unframed(chunks: bytes) -> bytes:
+    """Return the payload of `chunks`, which begin with a chunk's frame and may stop anywhere."""
+    payload, at = b"", 0
+    while (end := chunks.find(b"\r\n", at)) >= 0:
+        try:
+            size = int(chunks[at:end].partition(b";")[0], 16)
+        except ValueError:
+            break
+        payload += chunks[end + 2 : end + 2 + size]
+        at = end + 2 + size + 2
+    return payload
+
+
+def whole_events(payload: bytes) -> bytes:
+    """Return the events that are whole in `payload`."""
+    gaps = list(_GAP.finditer(payload))
+    return payload[: gaps[-1].end()] if gaps else b""

@@ -1,0 +1,79 @@
+"""A worker as a process of its own, to be stopped and killed: `python -m
+tests.support.gateway.process` prints its port, and streams events to whoever asks, for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support.gateway.world import header
+
+EVERY_S = 0.2
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(int(header(head, b"content-length") or 0))
+            path = head.split(b" ", 2)[1]
+            if not path.endswith(b"stream"):
+                status = b"404 No" if path.startswith(b"/ownerserve/") else b"200 OK"
+                writer.write(b"HTTP/1.1 %b\r\ncontent-length: 2\r\n\r\n{}" % status)
+                continue
+            writer.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+                b"transfer-encoding: chunked\r\n\r\n"
+            )
+            event = b'data: {"choices": [{"delta": {"content": "word"}}]}\n\n'
+            while True:
+                writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+                await writer.drain()
+                await asyncio.sleep(EVERY_S)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+
+
+async def _main() -> None:
+    server = await asyncio.start_server(_serve, "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+class WorkerProcess:
+    """A running worker process, and where it listens."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.port = port
+        self._process = process
+
+    def stop(self) -> None:
+        """SIGSTOP: the kernel goes on to accept, and nobody answers."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def worker_process() -> Iterator[WorkerProcess]:
+    """A worker that listens, until the end."""
+    command = [sys.executable, "-m", "tests.support.gateway.process"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield WorkerProcess(process, int(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())
