@@ -34,6 +34,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
 
 DOMAIN = b"ownerserve/prefix/1"
+SALT_DOMAIN = b"ownerserve/cache-salt/1"
 TOKEN_BYTES = 4
 MIN_BLOCK, MAX_BLOCK = 1, 4096
 """Engines use blocks of 16 tokens and more; a simulated one counts in units of a trace's blocks."""
@@ -60,6 +61,44 @@ def unpack(packed: Packed) -> array[int]:
     if byteorder == "big":
         tokens.byteswap()
     return tokens
+
+
+SALTED_TOKENS = 16
+"""So many tokens at the beginning of a prefix bear its salt: 11 bits each."""
+SALTED_VOCABULARY = 1 << 20
+"""Tokens of a salted prefix lie below; the bits above are the salt's."""
+
+
+class PrefixSalt:
+    """A salt parts prefixes: equal tokens under two salts are two prefixes, for whoever compares or
+    hashes them.
+
+        token     |0 0 0 0 0 0 0 0 0 0 0 0|token, 20 bits|     of each of the first 16
+        salted    |1|  11 bits of salt    |token         |     so it is no unsalted one's either
+
+    An engine computes with plain tokens; tree, chains, records and names have the salted ones.
+    """
+
+    __slots__ = ("_mask",)
+
+    def __init__(self, salt: str) -> None:
+        drawn = hashlib.shake_256(SALT_DOMAIN + salt.encode("utf-8", "surrogatepass"))
+        words = unpack(drawn.digest(SALTED_TOKENS * TOKEN_BYTES))
+        self._mask = pack((word & 0x7FF | 0x800) << 20 for word in words) if salt else b""
+
+    def turned(self, packed: Packed, at: int) -> Packed:
+        """Return `packed`, which stands at position `at` of its sequence, with its salt, or without
+        it where it had it."""
+        mask = self._mask[at * TOKEN_BYTES :]
+        if not mask or not packed:
+            return packed
+        count = min(len(mask), len(packed))
+        both = int.from_bytes(packed[:count], "big") ^ int.from_bytes(mask[:count], "big")
+        return both.to_bytes(count, "big") + packed[count:]
+
+
+NO_SALT = PrefixSalt("")
+"""What all share."""
 
 
 class PrefixChain:

@@ -10,6 +10,7 @@ comes without is hashed by the node. `Chains` owns the digests of the sessions s
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from threading import Lock
@@ -20,12 +21,15 @@ from xxhash import xxh3_128_digest
 
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.prefix import (
+    NO_SALT,
     TOKEN_BYTES,
     HashedPrefix,
     Packed,
+    PrefixSalt,
     digests_behind,
     hash_prefix,
     pack,
+    unpack,
 )
 from ownerserve.node.vocabulary.records import Digests
 
@@ -111,12 +115,13 @@ class Chains:
 class PromptPrefix(msgspec.Struct, frozen=True):
     """A `PromptPrefix` is a prompt as packed tokens with the digests of its full blocks: there are
     `blocks` of them, and the last is `tip`. `hashed` grows with its session once a node has it; the
-    other fields stay."""
+    other fields stay. Tokens and digests bear the `salt`."""
 
     tokens: Packed
     hashed: HashedPrefix
     blocks: int
     block_tokens: int
+    salt: PrefixSalt = NO_SALT
 
     @property
     def tip(self) -> PrefixHash | None:
@@ -134,8 +139,18 @@ class PromptPrefix(msgspec.Struct, frozen=True):
         blocks = tokens // self.block_tokens
         return self.hashed.digests[blocks - 1] if 0 < blocks <= self.blocks else None
 
-    def answered(self, said: Packed) -> AnsweredPrompt:
-        """Return this prompt followed by `said`, hashing only what `said` fills; O(said)."""
+    def plain(self, start: int, end: int) -> array[int]:
+        """Return the tokens [start, end) as a model computes them, without the salt."""
+        return unpack(self.salt.turned(self.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES], start))
+
+    def salted(self, tokens: Iterable[int], at: int) -> Packed:
+        """Return `tokens`, which stand at position `at` of the prompt or behind it, packed and
+        under its salt."""
+        return self.salt.turned(pack(tokens), at)
+
+    def answered(self, answer: Sequence[int]) -> AnsweredPrompt:
+        """Return this prompt followed by `answer`, hashing only what that fills; O(answer)."""
+        said = self.salted(answer, self.count)
         rest = self.tokens[self.blocks * self.block_tokens * TOKEN_BYTES :] + said
         return AnsweredPrompt(self, said, digests_behind(self.tip, rest, self.block_tokens))
 
@@ -162,12 +177,12 @@ class AnsweredPrompt(msgspec.Struct, frozen=True):
         return self.digests[beyond - 1] if beyond <= len(self.digests) else None
 
 
-def prefix_of(prompt: Iterable[int], block_tokens: int) -> PromptPrefix:
+def prefix_of(prompt: Iterable[int], block_tokens: int, salt: PrefixSalt = NO_SALT) -> PromptPrefix:
     """Hash a prompt of which no digest is known yet, all of it, and return its prefix;
     O(prompt)."""
-    tokens, hashed = pack(prompt), HashedPrefix(block_tokens)
+    tokens, hashed = salt.turned(pack(prompt), 0), HashedPrefix(block_tokens)
     hashed.grow(tokens)
-    return PromptPrefix(tokens, hashed, len(hashed.digests), block_tokens)
+    return PromptPrefix(tokens, hashed, len(hashed.digests), block_tokens, salt)
 
 
 class PromptPrefixes:
@@ -179,15 +194,17 @@ class PromptPrefixes:
         self._chains = Chains(block_tokens, block_bytes=block_tokens * TOKEN_BYTES)
         self._lock = Lock()
 
-    def of(self, prompt: Sequence[int], session: str | None) -> PromptPrefix:
+    def of(
+        self, prompt: Sequence[int], session: str | None, salt: PrefixSalt = NO_SALT
+    ) -> PromptPrefix:
         """Return the prompt's prefix with a copy of its digests, which the caller owns: what is
         kept here does not grow with it."""
-        tokens = pack(prompt)
+        tokens = salt.turned(pack(prompt), 0)
         session_id = None if session is None else SessionId(session)
         with self._lock:
             known = self._chains.hashed(tokens, session_id)
             own = known.copy()
-        return PromptPrefix(tokens, own, len(own.digests), self._block)
+        return PromptPrefix(tokens, own, len(own.digests), self._block, salt)
 
 
 # ---- what a session's last turn left

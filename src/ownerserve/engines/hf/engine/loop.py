@@ -72,7 +72,7 @@ from ownerserve.engines.hf.scheduling.step import (
 )
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier, execution_mode, lost_tokens
-from ownerserve.kv.prefix import TOKEN_BYTES, pack
+from ownerserve.kv.prefix import TOKEN_BYTES, PrefixSalt
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
@@ -362,7 +362,7 @@ class StepLoop:
         request = submit.request
         turn_ids = _turn_ids(request)
         block = self._cache.layout.block_tokens
-        prompt = request.prefix or prefix_of(request.prompt, block)
+        prompt = request.prefix or prefix_of(request.prompt, block, PrefixSalt(request.cache_salt))
         answer: LetIn | QueuedPrompt | RequestRejected = self._turn_admission.let_in(request)
         if isinstance(answer, LetIn):
             answer = self._scheduler.arrive(
@@ -542,11 +542,11 @@ class StepLoop:
         request = live.request
         if request.session_id is not None:
             # The last sampled token is never computed.
-            said = pack(live.first_choice[:-1])
+            left = live.prompt.answered(live.first_choice[:-1])
             name = SessionId(request.session_id)
-            self._known.left(name, live.prompt.answered(said), prompt_tokens=live.prompt.count)
+            self._known.left(name, left, prompt_tokens=live.prompt.count)
             if request.is_named:
-                tokens = live.prompt.tokens + said
+                tokens = live.prompt.tokens + left.said
                 self.ownership.tell(TurnLeft(name, tokens, request.group, before=request.version))
 
     def _end_sessions(self) -> None:

@@ -19,10 +19,13 @@ from ownerserve.engines.hf.scheduling.requests import EngineRequest, Facts, Samp
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch
+from ownerserve.kv.prefix import SALTED_VOCABULARY
 from ownerserve.kv.wire.headers import ENGINE_SESSION_HEADER, RESERVATION_HEADER, TurnLine
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
+MAX_SALT = 128
+"""Characters, as vLLM takes."""
 MAX_SESSION_ID = 256
 """The number of a `Reserved` answer of the node's RPC port: ties a request to its place. A gateway
 says it in its own line (kv.wire.headers)."""
@@ -86,6 +89,7 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     session_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SESSION_ID)] | None = None
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SALT)] | None = None
 
 
 class ChatBody(Body, kw_only=True):
@@ -212,7 +216,17 @@ def make_request(
         version=turn.version,
         reservation=turn.reservation,
         is_judged=turn.is_judged,
+        cache_salt=_salt(body, facts),
     )
+
+
+def _salt(body: Body, facts: Facts) -> str:
+    """Return what parts the prompt's state from others'; empty: nothing does. Raises InvalidInput
+    where this engine could not keep it apart."""
+    if body.cache_salt is not None and facts.vocab_size > SALTED_VOCABULARY:
+        problem = f"can't be kept for {facts.vocab_size} tokens of vocabulary"
+        raise InvalidInput("cache_salt", problem, f"use a model of up to {SALTED_VOCABULARY}")
+    return body.cache_salt or ""
 
 
 def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> TurnHeaders:

@@ -62,7 +62,7 @@ from ownerserve.engines.hf.scheduling.requests import (
 )
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.prefix import unpack
+from ownerserve.kv.prefix import PrefixSalt
 from ownerserve.kv.wire.headers import MODEL_HEADER, received_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.ownership.ownership import OwnerIs
@@ -185,9 +185,10 @@ class Endpoints:
             turn=told_of(http.headers, body, line),
             fresh_seed=secrets.randbits(63),
         )
-        prefix = await asyncio.to_thread(self._worker.prefixes.of, prompt, request.session_id)
+        salt = PrefixSalt(request.cache_salt)
+        prefix = await asyncio.to_thread(self._worker.prefixes.of, prompt, request.session_id, salt)
         # One piece of memory: to free a million integers would take the engine's thread 20 ms.
-        tokens = unpack(prefix.tokens)
+        tokens = prefix.plain(0, prefix.count)
         return msgspec.structs.replace(request, prefix=prefix, prompt=tokens)
 
     def _owner_of(self, request: EngineRequest) -> OwnerIs | None:

@@ -65,7 +65,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `reservation` is the place that admission holds for it; None: it comes without one. One that
     `is_judged` is refused at its arrival when it would wait for long; others take their chance.
-    `prefix`: the prompt's digests, where somebody has made them on the way.
+    `prefix`: the prompt's digests, where somebody has made them on the way. State is shared by
+    those of one `cache_salt` alone, and by those who have none.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     reservation: int | None = None
     is_judged: bool = False
     prefix: PromptPrefix | None = None
+    cache_salt: str = ""
 
 
 class Facts(msgspec.Struct, frozen=True):

@@ -50,7 +50,7 @@ from ownerserve.engines.hf.scheduling.step import (
 )
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
-from ownerserve.kv.prefix import TOKEN_BYTES, Packed, pack, unpack
+from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.vocabulary.chains import PromptPrefix
 
@@ -101,13 +101,16 @@ class Sequence(msgspec.Struct):
         return self.prompt.count + len(self.said)
 
     def packed(self) -> Packed:
-        """Return the packed tokens of prompt and answer so far."""
-        return self.prompt.tokens + pack(self.said) if self.said else self.prompt.tokens
+        """Return the packed tokens of prompt and answer so far, under the prompt's salt."""
+        prompt = self.prompt
+        return (
+            prompt.tokens + prompt.salted(self.said, prompt.count) if self.said else prompt.tokens
+        )
 
     def span(self, start: int, end: int) -> Tokens[int]:
-        """Return the tokens [start, end). O(end - start)."""
+        """Return the tokens [start, end) as they are computed. O(end - start)."""
         known = self.prompt.count
-        tokens = unpack(self.prompt.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
+        tokens = self.prompt.plain(start, end)
         if end > known:
             tokens.extend(self.said[max(0, start - known) : end - known])
         return tokens
@@ -117,7 +120,7 @@ class Sequence(msgspec.Struct):
         computed. None for a turn that has no session, or fills no block."""
         if self.session_id is None:
             return None
-        return self.prompt.answered(pack(self.said[:-1])).digest_at(self.computed)
+        return self.prompt.answered(self.said[:-1]).digest_at(self.computed)
 
 
 def blocks_to_come(sequence: Sequence, block: int) -> int:
@@ -323,7 +326,8 @@ class Scheduler:
         effects: list[Effect] = []
         for chunk in plan.chunks:
             sequence = self._sequences[chunk.turn_id]
-            self._cache.advance(sequence.turn_id, pack(chunk.tokens), now)
+            computed = sequence.prompt.salted(chunk.tokens, chunk.start)
+            self._cache.advance(sequence.turn_id, computed, now)
             sequence.computed += len(chunk.tokens)
             if self._keeps(sequence):
                 sequence.is_at_risk = False
@@ -333,7 +337,8 @@ class Scheduler:
                 self._take(sequence, tokens[sequence.turn_id], ended, now=now)
         for row in plan.rows:
             sequence = self._sequences[row.turn_id]
-            self._cache.advance(sequence.turn_id, pack((row.token,)), now)
+            computed = sequence.prompt.salted((row.token,), sequence.computed)
+            self._cache.advance(sequence.turn_id, computed, now)
             sequence.computed += 1
             if sequence.computed % self._block == 0:
                 effects += self._cache.snapshot(sequence.turn_id, now)
