@@ -94,7 +94,8 @@ def test_with_nobody_else_a_turn_at_a_worker_that_hangs_is_refused(
     async def scenario(world: World) -> None:
         client = await world.client()
         world.engines[0].is_hung = True
-        assert (await client.post("/v1/chat/completions")).status == 502
+        answer = await client.post("/v1/chat/completions")
+        assert (answer.status, answer["retry-after"]) == (503, "1")
 
     play(scenario, engines=1, **PROBED)
 

@@ -41,7 +41,7 @@ from ownerserve.gateway.http.replies import (
     too_late,
 )
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
-from ownerserve.gateway.stamps import Stamp, receipt_lines
+from ownerserve.gateway.stamps import Stamp, TurnRefused, receipt_lines
 from ownerserve.gateway.turns import (
     Arrived,
     HoldsLess,
@@ -64,6 +64,9 @@ from ownerserve.router.messages import Aborted, Broken, Dispatch, Failure, Refus
 from ownerserve.router.requests.body import TAIL_BYTES, scan_response_id, with_text
 
 log = logging.getLogger("ownerserve.gateway")
+
+
+NOT_REFUSED = TurnRefused(WorkerRefusal.OTHER, 0, 0)
 
 
 class TurnPort(Protocol):
@@ -90,8 +93,8 @@ class TurnPort(Protocol):
 
     def began(
         self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
-    ) -> Stamp | WorkerRefusal:
-        """Take in an answer's head: return the worker's word on it, or why it refuses the turn."""
+    ) -> Stamp | TurnRefused:
+        """Take in an answer's head: return the worker's word on it, or its no to the turn."""
         ...
 
     def finished(
@@ -118,7 +121,7 @@ class Exchange:
     """An exchange is one request and its phase. `turns` decides and counts; `client` gets the
     answer."""
 
-    __slots__ = ("client", "phase", "request", "request_id", "started_s", "turns")
+    __slots__ = ("client", "phase", "refused", "request", "request_id", "started_s", "turns")
 
     def __init__(
         self, turns: TurnPort, client: ClientConnection, request: HttpRequest, request_id: bytes
@@ -128,6 +131,8 @@ class Exchange:
         self.request = request
         self.request_id = request_id
         self.started_s = 0.0
+        self.refused = NOT_REFUSED
+        """What the workers' refusals come to so far."""
         self.phase: Phase = OVER
 
     def start(self) -> None:
@@ -210,7 +215,9 @@ class Exchange:
         lost = LostDispatch(attempt.dispatch, why)
         route = self.turns.decide(asked, lost, request_id=self.request_id)
         if isinstance(route, Refuse) and isinstance(why, WorkerRefusal):
-            self._refuse(asked, pressed(why.value))
+            pressure = self.refused
+            told = pressed(why.value, pressure.status, pressure.retry_after_s)
+            self._refuse(asked, told)
         elif isinstance(route, Refuse) and why is Failure.LATE:
             self._refuse(asked, too_late())
         else:
@@ -514,8 +521,10 @@ class AwaitingHead(Sent):
         if head.status >= HTTPStatus.BAD_REQUEST:  # it may be so before the place was looked at
             give_back(self.place)
         came = exchange.turns.began(attempt.dispatch, head, started_s=exchange.started_s)
-        if isinstance(came, WorkerRefusal):
-            exchange.phase = ending = Discarding(attempt, self.upstream, came)
+        if isinstance(came, TurnRefused):
+            longest_s = max(came.retry_after_s, exchange.refused.retry_after_s)
+            exchange.refused = structs.replace(came, retry_after_s=longest_s)
+            exchange.phase = ending = Discarding(attempt, self.upstream, came.why)
             return ending
         relaying: type[Relaying] = Streaming if head.has_events and head.chunked else Relaying
         if head.chunked and exchange.request.head.version == b"1.0":

@@ -15,8 +15,11 @@ What came of a prompt is the worker's word where it gives one, else the counts i
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from math import ceil
 
 import msgspec
 
@@ -103,6 +106,35 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
 
 
 NO_STAMP = Stamp()
+
+
+class TurnRefused(msgspec.Struct, frozen=True, gc=False):
+    """This is a worker's no to a turn: why, under which status, and after how many seconds it is to
+    be asked again (0: not said)."""
+
+    why: WorkerRefusal
+    status: int
+    retry_after_s: int
+
+
+RETRY_AFTER_MAX_S = 86_400
+_RETRY_AFTER = re.compile(rb"^retry-after:[ \t]*([^\r]*?)[ \t]*\r$", re.IGNORECASE | re.MULTILINE)
+
+
+def retry_after_s(lines: bytes, now_unix_s: float) -> int:
+    """Return the seconds that header lines ask to wait, as a number or a date; 0 when they say
+    nothing that can be used."""
+    said = _RETRY_AFTER.search(lines)
+    if said is None:
+        return 0
+    text = said[1].decode("latin-1")
+    if text.isascii() and text.isdigit():
+        return min(int(text[:9]), RETRY_AFTER_MAX_S)
+    try:
+        until_s = parsedate_to_datetime(text).timestamp()
+    except (ValueError, OverflowError):
+        return 0
+    return min(max(ceil(until_s - now_unix_s), 0), RETRY_AFTER_MAX_S)
 
 
 def refusal_of(status: int, headers: Mapping[bytes, bytes]) -> WorkerRefusal | None:

@@ -13,6 +13,7 @@ or a label is made when somebody asks (metrics, admin).
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -32,10 +33,12 @@ from ownerserve.gateway.http.upstream import WorkerPool
 from ownerserve.gateway.stamps import (
     PromptOutcome,
     Stamp,
+    TurnRefused,
     answer_of,
     order_lines,
     read_stamp,
     refusal_of,
+    retry_after_s,
     turn_line_of,
     what_came,
 )
@@ -90,6 +93,9 @@ Why: TypeAlias = Failure | WorkerRefusal | HoldsLess
 turn was not sent after its word."""
 
 
+DOWN_ASKED_MAX = 2
+"""How many workers that are down a turn is tried at when nobody is up: who listens again serves it
+before the next probe finds that out."""
 DECIDED_MAX = 3
 """From this attempt on a turn goes where it was decided, whatever is held there."""
 
@@ -176,7 +182,9 @@ class Turns:
         self._first_byte_timeout_s = config.first_byte_timeout_s
         self._whole_answer_timeout_s = config.whole_answer_timeout_s
         self.policy = make_policy(config.policy, config.settings)
-        self.state = RouterState(self.policy, settings=config.settings)
+        self.state = RouterState(
+            self.policy, settings=config.settings, down_asked_max=DOWN_ASKED_MAX
+        )
         self.access = open_access(config.worker_key, config.worker_ca_file)
         self.pools: dict[WorkerId, WorkerPool] = {
             address.worker: WorkerPool(
@@ -304,15 +312,19 @@ class Turns:
 
     def began(
         self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
-    ) -> Stamp | WorkerRefusal:
-        """Take in an answer's head: return the worker's word on it, or why it refuses the turn."""
+    ) -> Stamp | TurnRefused:
+        """Take in an answer's head: return the worker's word on it, or its no to the turn. Who is
+        asked while it is down and answers with a fault has said no."""
         now = self.now()
         stamp = read_stamp(dispatch.worker, head.stamp, self.observer.bad_lines)
         refusal = refusal_of(head.status, head.stamp)
+        is_last_resort = dispatch.reason is DispatchReason.NOBODY_UP
+        if refusal is None and is_last_resort and head.status >= _SERVER_ERROR:
+            refusal = WorkerRefusal.ENGINE_BUSY
         if refusal is not None:
             if stamp.status is not None:
                 self.state.handle(Stamped(stamp.status), now)
-            return refusal
+            return TurnRefused(refusal, head.status, retry_after_s(head.lines, time.time()))
         answer = answer_of(head.status, stamp)
         self.state.handle(FirstByte(dispatch.receipt, stamp.status, answer), now)
         self.observer.first_byte(now - started_s)
@@ -400,6 +412,7 @@ TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
+_SERVER_ERROR = 500
 _TOO_MANY = 429
 """From this status on an error is the fleet's or ours, not the client's."""
 

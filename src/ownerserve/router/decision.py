@@ -75,6 +75,8 @@ class DispatchReason(Label):
     """The session was away for longer than it is kept a place for: it starts anew."""
     NOT_OFFERED = "not_offered"
     """No worker offers the action that the policy needs (any more): the turn runs on the spot."""
+    NOBODY_UP = "nobody_up"
+    """No worker is up that serves it: one that was is asked all the same."""
     SPLIT = "split"
     """Prefill and decode on different workers, as the policy always does."""
     RETRY_NEW_CONNECTION = "retry_new_connection"

@@ -47,7 +47,7 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.messages import WorkerUp
+from ownerserve.router.messages import Down, WorkerUp
 from ownerserve.router.worker import Profile, Speed, Watch, Worker, WorkerRole
 
 STEPS_AN_OCTAVE = 8
@@ -221,14 +221,18 @@ class Candidates:
 
     __slots__ = ("_prefill", "_serving", "_stable", "serving")
 
-    def __init__(self, workers: Iterable[Worker] = ()) -> None:
+    def __init__(
+        self,
+        workers: Iterable[Worker] = (),
+        how: Callable[[_Order, Worker], None] = _Order.add,
+    ) -> None:
         self.serving: set[Worker] = set()
         """Workers that run turns. Read it only."""
         self._serving = _Order()
         self._prefill = _Order()
         self._stable: tuple[Worker, ...] | None = None
         for worker in workers:
-            self.add(worker)
+            self._admit(worker, how)
 
     def __iter__(self) -> Iterator[Worker]:
         if self._stable is None:  # as for a fleet that grows: sorted once, not for each that joins
@@ -276,11 +280,8 @@ class Candidates:
     def without(self, tried: Collection[Worker]) -> Candidates:
         """Return these candidates without `tried`: a snapshot, which no worker knows and no change
         follows."""
-        others = Candidates()
-        for worker in self.everyone():
-            if worker not in tried:
-                others._admit(worker, _Order.place)
-        return others
+        others = (worker for worker in self.everyone() if worker not in tried)
+        return Candidates(others, _Order.place)
 
     def everyone(self) -> set[Worker]:
         """Return the workers that run turns and those that prefill for others."""
@@ -365,6 +366,10 @@ def _gives(worker: Worker, digest: str) -> bool:
     return worker.up and profile.is_measured and profile.spec_digest == digest
 
 
+_SILENCE = (Down.UNREACHABLE, Down.UNHEALTHY)
+"""Why a worker is down of whom nothing else is known than that it did not answer."""
+
+
 class Fleet:
     """The fleet holds every routing unit ever seen, by (worker, dp_rank), and the candidates for
     each model."""
@@ -394,6 +399,13 @@ class Fleet:
         if model is None:
             return self._all
         return self._by_model.get(model, self._nameless)
+
+    def down(self, model: str | None) -> Candidates:
+        """Return those who served `model` (None: any) and are down for their silence alone: a
+        snapshot, of whom to ask when nobody is up."""
+        silent = (worker for worker in self._workers.values() if worker.is_silent)
+        serving = (worker for worker in silent if _serves(worker.profile, model))
+        return Candidates(serving, _Order.place)
 
     def find(self, unit: RoutingUnit) -> Worker | None:
         """Return the unit if it is known in this very life, else None."""
@@ -437,15 +449,19 @@ class Fleet:
         before = known.profile.spec_digest
         if event.profile is not None:
             known.become(event.profile, self._presumed.speed_of(event.profile))
-        known.up = True
+        known.up, known.is_silent = True, False
         self._join(known)
         self._settle({before, known.profile.spec_digest})
 
-    def take_down(self, worker: WorkerId) -> list[Worker]:
-        """Take the worker's units out, and return those that were up."""
-        units = [unit for unit in self._workers.values() if unit.id == worker and unit.up]
+    def take_down(self, worker: WorkerId, why: Down = Down.REMOVED) -> list[Worker]:
+        """Take the worker's units out for the reason `why`, and return those that were up."""
+        known = [unit for unit in self._workers.values() if unit.id == worker]
+        units = [unit for unit in known if unit.up]
+        if why not in _SILENCE:
+            for unit in known:
+                unit.is_silent = False
         for unit in units:
-            unit.up = False
+            unit.up, unit.is_silent = False, why in _SILENCE
             self._leave(unit)
         self._settle({unit.profile.spec_digest for unit in units})
         return units
@@ -488,6 +504,12 @@ class Fleet:
     def _leave(self, worker: Worker) -> None:
         for pool in (self._all, self._nameless, *self._by_model.values()):
             pool.discard(worker)
+
+
+def _serves(profile: Profile, model: str | None) -> bool:
+    """Return whether a worker of this profile may serve a request for `model`."""
+    names = profile.names - {""}
+    return model is None or not names or model in names
 
 
 def _is_former_life(event: WorkerUp, known: Worker) -> bool:

@@ -182,6 +182,8 @@ class _Live(msgspec.Struct, gc=False):
     has_answered: bool = False
     is_unasked: bool = False
     """All have refused it for room, and it goes on without a promise."""
+    down_asked: int = 0
+    """How many workers were asked that are down, since nobody is up."""
 
     def parts(self) -> tuple[tuple[Worker, Load], ...]:
         """Return what the dispatch counts for where it runs and, apart from it, where its prompt is
@@ -202,6 +204,7 @@ class RouterState:
         *,
         settings: Settings = DEFAULTS,
         retries: RetryBudget | None = None,
+        down_asked_max: int = 0,
     ) -> None:
         self.fleet = Fleet()
         self.sessions = SessionTable()
@@ -214,6 +217,7 @@ class RouterState:
         self._live: dict[Receipt, _Live] = {}
         self._issued = 0
         self._draining = False
+        self._down_asked_max = down_asked_max
         self._on: dict[type, Callable[[Any, float], Outcome]] = {
             WorkerUp: self._worker_up,
             WorkerDown: self._worker_down,
@@ -258,7 +262,7 @@ class RouterState:
         return NOTED
 
     def _worker_down(self, event: WorkerDown, now: float) -> Noted:
-        if self.fleet.take_down(event.worker):
+        if self.fleet.take_down(event.worker, event.why):
             self.account.downs[event.why] += 1
         return NOTED
 
@@ -277,6 +281,8 @@ class RouterState:
         if self._draining:
             return self._refuse(Refusal.DRAINING)
         candidates = self.fleet.candidates(event.model)
+        if not candidates and self._down_asked_max:
+            candidates = self.fleet.down(event.model)
         if not candidates:
             return self._refuse(
                 Refusal.NO_SUCH_MODEL if self.fleet.candidates(None) else Refusal.NO_WORKER
@@ -291,6 +297,8 @@ class RouterState:
         request = ask(event, session, candidates, limits=self._settings, now_s=now)
         decision = self._policy.decide(request, candidates)
         live = _Live(event, name, session, decision, 0, (), decision.reason)
+        if not decision.worker.up:
+            live.down_asked, live.reason = 1, DispatchReason.NOBODY_UP
         return self._dispatch(live, request)
 
     def _dispatch(self, live: _Live, request: RoutingRequest) -> Dispatch:
@@ -464,12 +472,18 @@ class RouterState:
     def _elsewhere(self, live: _Live, now: float) -> Dispatch | Refusal:
         """Dispatch to another worker, of those that were not tried, or return why there is none."""
         live.tried += (live.decision.worker,)
-        candidates = self.fleet.candidates(live.arrive.model).without(live.tried)
+        model = live.arrive.model
+        everyone, reason = self.fleet.candidates(model), DispatchReason.RETRY_OTHER_WORKER
+        candidates = everyone.without(live.tried)
+        if not everyone and self._down_asked_max:
+            if live.down_asked < self._down_asked_max:
+                candidates = self.fleet.down(model).without(live.tried)
+            live.down_asked, reason = live.down_asked + 1, DispatchReason.NOBODY_UP
         if not candidates:
-            return Refusal.ALL_TRIED
+            return Refusal.ALL_TRIED if everyone or not self._down_asked_max else Refusal.NO_WORKER
         if not self._retries.spend(len(live.tried)):
             return Refusal.RETRY_BUDGET
-        return self._again(live, candidates, DispatchReason.RETRY_OTHER_WORKER, now_s=now)
+        return self._again(live, candidates, reason, now_s=now)
 
     def _again(
         self, live: _Live, candidates: Candidates, reason: DispatchReason | None, *, now_s: float

@@ -220,6 +220,7 @@ class Worker:
         "id",
         "incarnation",
         "is_old",
+        "is_silent",
         "life",
         "order",
         "pending_prefill_tokens",
@@ -235,6 +236,8 @@ class Worker:
         self.dp_rank = dp_rank
         self.order = order
         self.up = False
+        self.is_silent = False
+        """Whether it is down for its silence alone: it may be asked when nobody is up."""
         self.incarnation: Incarnation | None = None
         self.life = 0
         """Grows with each incarnation; copies in volatile tiers are good for one life."""

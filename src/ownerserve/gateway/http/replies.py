@@ -14,8 +14,12 @@ class Rejected(Exception):
     """The request is refused before any decision; the exception carries the answer to the
     client."""
 
-    def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
+    def __init__(
+        self, status: HTTPStatus, code: str, message: str, *, retry_after_s: int = 1
+    ) -> None:
         super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """Told with a status that says that it is worth it."""
         self.status = status
         self.code = code
         self.message = message
@@ -28,9 +32,7 @@ _REFUSALS = {
     Refusal.ALL_TRIED: (HTTPStatus.BAD_GATEWAY, "no worker that is up could answer"),
     Refusal.RETRY_BUDGET: (HTTPStatus.BAD_GATEWAY, "the worker failed, and retries are used up"),
 }
-_RETRY_AFTER = dict.fromkeys(
-    (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS), b"retry-after: 1\r\n"
-)
+_TOLD_WHEN = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 def refused(refusal: Refusal) -> Rejected:
@@ -39,11 +41,14 @@ def refused(refusal: Refusal) -> Rejected:
     return Rejected(status, refusal.value, message)
 
 
-def pressed(reason: str) -> Rejected:
+def pressed(reason: str, status: int, retry_after_s: int) -> Rejected:
     """Return the rejection for a turn to which every worker that was asked said no, the last one
-    for `reason`."""
+    for `reason` and with `status` (0: it was not asked over HTTP); the longest that one of them
+    wants us to wait is `retry_after_s` (0: not said)."""
     message = f"every worker that was asked refused ({reason}); retry soon"
-    return Rejected(HTTPStatus.TOO_MANY_REQUESTS, reason, message)
+    is_down = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    told = HTTPStatus.SERVICE_UNAVAILABLE if is_down else HTTPStatus.TOO_MANY_REQUESTS
+    return Rejected(told, reason, message, retry_after_s=max(retry_after_s, 1))
 
 
 def fault() -> Rejected:
@@ -97,14 +102,17 @@ def error_reply(rejected: Rejected, *, request_id: bytes, connection: bytes) -> 
         msgspec.json.encode(body),
         request_id=request_id,
         connection=connection,
+        retry_after_s=rejected.retry_after_s,
     )
 
 
-def reply(status: HTTPStatus, body: bytes, *, request_id: bytes, connection: bytes) -> bytes:
+def reply(
+    status: HTTPStatus, body: bytes, *, request_id: bytes, connection: bytes, retry_after_s: int = 1
+) -> bytes:
     """Return a whole HTTP answer with a JSON body."""
     return b"HTTP/1.1 %d %b\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n" % (
         status,
         status.phrase.encode(),
-        _RETRY_AFTER.get(status, b""),
+        b"retry-after: %d\r\n" % retry_after_s if status in _TOLD_WHEN else b"",
         len(body),
     ) + b"x-request-id: %b\r\nconnection: %b\r\n\r\n%b" % (request_id, connection, body)
