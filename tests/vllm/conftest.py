@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.vllm.fleet import Zygote, vllm_python
+from tests.support.vllm.installed import distribution
 from tests.support.vllm.rig import Rig
+from tests.support.vllm.serving import WarmServers
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +31,16 @@ def shared_rig(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Rig:
 def rig(shared_rig: Rig) -> Iterator[Rig]:
     yield shared_rig
     shared_rig.end_test()
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmServers]:
+    """Real servers whose processes import nothing."""
+    if not vllm_python().exists():
+        pytest.skip(f"no vLLM at {vllm_python().parent.parent}: make bench-envs")
+    folder = tmp_path_factory.mktemp("warm")
+    with WarmServers(distribution(folder / "site"), folder / "warm.log") as servers:
+        yield servers
 
 
 @pytest.fixture

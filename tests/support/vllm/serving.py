@@ -22,6 +22,7 @@ from tests.support.vllm import tiny
 from tests.support.vllm.fleet import vllm_python
 
 SERVE_S = 480.0
+END_S = 30.0
 PROMPT_TOKENS = 1200
 """Those of an agent's first turn."""
 FLAGS = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
@@ -56,7 +57,7 @@ def serve(
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(30)
+                process.wait(END_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -109,15 +110,28 @@ class WarmServers:
         self._process.kill()
         self._process.communicate()
 
-    def begin(self, model: Path, connector: dict[str, Any], log: Path, *, port: int) -> Server:
+    @contextmanager
+    def serve(
+        self, model: Path, connector: dict[str, Any], log: Path, *more: str, port: int = 0
+    ) -> Iterator[Server]:
+        """The function `serve`, but for the imports of its processes."""
+        server = self.begin(model, connector, log, *more, port=port or free_port())
+        try:
+            yield server
+        finally:
+            server.end()
+
+    def begin(
+        self, model: Path, connector: dict[str, Any], log: Path, *more: str, port: int
+    ) -> Server:
         """A server that answers."""
         assert self._process.stdin is not None
-        order = {"given": _given(model, connector, port), "log": str(log)}
+        order = {"given": [*_given(model, connector, port), *more], "log": str(log)}
         self._process.stdin.write(msgspec.json.encode(order) + b"\n")
         self._process.stdin.flush()
         server = Server(f"http://127.0.0.1:{port}", int(self._said()))
         self._servers.append(server)
-        _wait_healthy(server.url, lambda: not Path(f"/proc/{server.pid}").exists(), log)
+        _wait_healthy(server.url, server.is_over, log)
         return server
 
     def _said(self) -> bytes:
@@ -134,6 +148,24 @@ class Server(NamedTuple):
     def kill(self) -> None:
         """kill -9 to all of it."""
         os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """SIGTERM, and kill -9 to all that is left when it takes too long."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        deadline = time.monotonic() + END_S
+        while not self.is_over() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with suppress(ProcessLookupError):
+            self.kill()
+
+    def is_over(self) -> bool:
+        """Whether its first process has ended; what nobody waits for yet is a zombie."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return stat.rpartition(")")[2].split()[0] == "Z"
 
 
 def _wait_healthy(url: str, is_over: Callable[[], bool], log: Path) -> None:
@@ -170,10 +202,10 @@ class Agent:
         self.name = name
         self.tokens = tiny.prompt(PROMPT_TOKENS, seed=seed)
 
-    def turn(self, **more: str) -> dict[str, str]:
+    def turn(self, *, answer_tokens: int = 4, **more: str) -> dict[str, str]:
         """The answer's header lines, and `cached`."""
         body = {
-            "model": "tiny", "prompt": self.tokens, "max_tokens": 4, "temperature": 0,
+            "model": "tiny", "prompt": self.tokens, "max_tokens": answer_tokens, "temperature": 0,
             "return_token_ids": True,
         }  # fmt: skip
         headers = {"x-session-id": self.name, **more}

@@ -11,7 +11,6 @@ anew. Each server leads a process group of its own; all else is vLLM's.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import msgspec
+
+from tests.support.vllm.forking import fork_what_vllm_spawns
 
 
 class Order(msgspec.Struct):
@@ -43,8 +44,7 @@ def main() -> None:
     said = os.dup(1)
     os.dup2(2, 1)  # what vLLM prints is no pid
     _import_vllm()
-    fork = multiprocessing.get_context("fork")
-    multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
+    fork_what_vllm_spawns()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the servers here
     os.write(said, b"ready\n")
     for line in iter(sys.stdin.buffer.readline, b""):

@@ -16,6 +16,8 @@ import socket
 import sys
 import traceback
 
+from tests.support.vllm.forking import fork_what_vllm_spawns
+
 # Before torch and vLLM read them. One thread each: many workers share two cores.
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
@@ -33,6 +35,7 @@ def _import_vllm() -> None:
     import transformers  # noqa: F401
     import vllm.engine.arg_utils
     import vllm.v1.engine.llm_engine
+    import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_model_runner
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
@@ -42,6 +45,7 @@ def _import_vllm() -> None:
 def main(path: str) -> None:
     os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
     _import_vllm()
+    fork_what_vllm_spawns()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers here
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

@@ -92,14 +92,18 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         parts = self._parts
-        try:
-            if parts.not_served and parts.ranks.stages > 1:
-                # Of a pipeline the scheduler knows the first stage alone.
-                raise InvalidInput("pipeline stage", parts.not_served, "use fewer stages")
-            self._worker = worker_side(parts, kv_caches)
-        except InvalidInput as error:
-            self._worker = UnableWorker(str(error))
+        if parts.not_served and parts.ranks.stages > 1:
+            # Of a pipeline the scheduler knows the first stage alone.
+            self._worker = UnableWorker(f"on a pipeline stage: {parts.not_served}")
+        else:
+            self._worker = self._able(kv_caches)
         self._padding = slot_padding(parts)
+
+    def _able(self, kv_caches: dict[str, Any]) -> WorkerSide | UnableWorker:
+        try:
+            return worker_side(self._parts, kv_caches)
+        except InvalidInput as error:
+            return UnableWorker(str(error))
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Do nothing: blocks that are still to be copied have a reference of ours."""

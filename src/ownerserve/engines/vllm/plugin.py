@@ -225,8 +225,15 @@ class RanksStatement(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, args: Namespace) -> RanksStatement:
         """Read the server's arguments."""
-        names = {name: f"{name}_parallel_size" for name in cls.__struct_fields__}
-        return cls(**{name: int(getattr(args, at, None) or 1) for name, at in names.items()})
+
+        def sized(field: str) -> int:
+            return int(getattr(args, field, None) or 1)
+
+        return cls(
+            data_parallel=sized("data_parallel_size"),
+            pipeline=sized("pipeline_parallel_size"),
+            tensor=sized("tensor_parallel_size"),
+        )
 
 
 class VllmStatus(WorkerStatus, frozen=True, kw_only=True):
