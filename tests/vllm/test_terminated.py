@@ -6,16 +6,18 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.support.vllm import connectors, tiny
 from tests.support.vllm.fleet import VllmWorker
 from tests.support.vllm.rig import Rig
-from tests.support.vllm.serving import Agent, serve
+from tests.support.vllm.serving import Agent, WarmServers
+from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
 
@@ -28,6 +30,7 @@ LATE: dict[str, Any] = {
     "host_cache_bytes": 0,
 }
 """128 tokens of the tiny Qwen3 may wait for the drive: the rest of a turn is late."""
+FLAG = ("--shutdown-timeout", "60")
 LOST = re.compile(r"(\d+) tokens of KV \(.*\) were not stored")
 
 
@@ -69,23 +72,30 @@ def test_what_is_lost_without_the_time_is_counted(rig: Rig, store: Path) -> None
     assert int(said[0]) >= missing
 
 
-@pytest.mark.skipif(
-    "OWNERSERVE_SLOW" not in os.environ, reason="starts two servers; OWNERSERVE_SLOW=1 runs it"
-)
-def test_a_server_stores_what_is_late_after_sigterm(rig: Rig, store: Path, tmp_path: Path) -> None:
-    """The printed command's flag, by the real server's own processes."""
+def test_a_server_stores_what_is_late_after_sigterm(
+    rig: Rig, warm: WarmServers, store: Path, tmp_path: Path
+) -> None:
+    """The printed command's flag, by the real server's own processes: a turn has just ended and
+    another one is on its way."""
     model = rig.checkpoint("qwen3")
     connector = connectors.ours(store, **LATE)
-    flags = ("--shutdown-timeout", "60")
-    with serve(model, connector, tmp_path / "first.log", *flags) as server:
-        agent = Agent(server.url, "s", 70)
-        agent.turn()
-        os.kill(server.pid, signal.SIGTERM)
-        began_s = time.monotonic()
-        while Path(f"/proc/{server.pid}/stat").read_text().split()[2] != "Z":
-            assert time.monotonic() - began_s < 90
-            time.sleep(0.1)
-    with serve(model, connector, tmp_path / "second.log", *flags) as server:
-        known = len(agent.tokens) - 41
-        agent.url = server.url
-        assert int(agent.turn()["cached"]) == known // B * B
+    ended, running = Agent("", "s", 70), Agent("", "t", 71)
+    with warm.serve(model, connector, tmp_path / "first.log", *FLAG) as server:
+        ended.url = running.url = server.url
+        ended.turn()
+        with ThreadPoolExecutor(1) as beside:
+            turn = beside.submit(running.turn, answer_tokens=300)
+            until(lambda: load_of(server.url)["running_sequences"] or turn.done())
+            os.kill(server.pid, signal.SIGTERM)
+            turn.result()
+        until(server.is_over, within_s=90)
+    with warm.serve(model, connector, tmp_path / "second.log", *FLAG) as server:
+        for agent in (ended, running):
+            agent.url = server.url
+            known = len(agent.tokens) - 41
+            assert int(agent.turn()["cached"]) == known // B * B
+
+
+def load_of(url: str) -> dict[str, Any]:
+    load: dict[str, Any] = httpx.get(f"{url}/ownerserve/status", timeout=30).json()["load"]
+    return load

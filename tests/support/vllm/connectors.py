@@ -16,10 +16,16 @@ def none() -> dict[str, Any]:
 def ours(store: Path, *, host_cache_bytes: int = 64 * MIB, **extra: Any) -> dict[str, Any]:
     """OwnerServe's connector over a store folder; `extra` as in docs/vllm.md.
 
-    Restores whatever is stored: by cost, a tiny model's prefill is often cheaper.
+    Restores whatever is stored: by cost, a tiny model's prefill is often cheaper. And however long
+    it takes: on a crowded machine that is no fault.
     """
-    settings = {"store": str(store), "host_cache_bytes": host_cache_bytes, "restores": "always"}
-    settings |= extra
+    settings = {
+        "store": str(store),
+        "host_cache_bytes": host_cache_bytes,
+        "restores": "always",
+        "restore_deadline_s": 60.0,
+        **extra,
+    }
     return _transfer(
         {
             "kv_connector": "OwnerServeConnector",
