@@ -18,6 +18,7 @@ from ownerserve.directory.port import Directory
 from ownerserve.gateway.admin import admin_server
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker, read_key
+from ownerserve.gateway.http.door import raise_descriptor_limit
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.listening import ADMIN, GATEWAY, LOOPBACK
 from ownerserve.kv.units import MIB
@@ -263,6 +264,7 @@ def _speed(token_ms: float) -> Speed:
 
 async def _serve(config: Config, directory: Directory | None, ready_file: Path | None) -> None:
     """Run until SIGINT or SIGTERM, then drain; a second signal ends at once."""
+    raise_descriptor_limit()
     loop, stop, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: hurry.set() if stop.is_set() else stop.set())

@@ -28,6 +28,7 @@ from msgspec import structs
 
 from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.http.client import ClientConnection, HttpRequest
+from ownerserve.gateway.http.door import is_ours
 from ownerserve.gateway.http.events import chunk, error_event, unframed, whole_events
 from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.replies import (
@@ -292,9 +293,9 @@ class Exchange:
     async def _open(self, attempt: Attempt, place: HeldPlace | None) -> None:
         try:
             upstream = await attempt.route.pool.connect()
-        except OSError:
+        except OSError as error:
             give_back(place)
-            self.decide_again(attempt, Failure.CONNECT)
+            self.decide_again(attempt, Failure.OURS if is_ours(error) else Failure.CONNECT)
             return
         self._send(attempt, place, upstream)
 

@@ -17,6 +17,7 @@ from ownerserve.gateway.config import Config
 from ownerserve.gateway.exchange import Exchange
 from ownerserve.gateway.http.bodies import BodyBudget
 from ownerserve.gateway.http.client import ClientConnection, HttpRequest
+from ownerserve.gateway.http.door import Door
 from ownerserve.gateway.http.model_list import Models, union
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.turns import Turns
@@ -37,7 +38,8 @@ from ownerserve.router.policies.apart import lacking, unmet
 
 SWEEP_INTERVAL_S = 5.0
 TIDY_INTERVAL_S = 1.0
-BACKLOG = 4096
+FULL_IDLE_S = 0.5
+"""While the house is full, who has no request for longer than this has to go."""
 SOME_OTHER = "(not learnt)"
 """Stands for the models of a worker whose list is not known: requests are looked at for theirs."""
 
@@ -83,7 +85,7 @@ class Gateway:
             for address in config.workers
         }
         self._tasks: list[asyncio.Task[None]] = []
-        self._server: asyncio.Server | None = None
+        self.door: Door | None = None
         self._ids = count(1)
         self._id_prefix = f"os-{os.urandom(6).hex()}-"
 
@@ -93,6 +95,16 @@ class Gateway:
     def workers_up(self) -> int:
         """How many workers may be chosen."""
         return len(self.state.fleet.up)
+
+    def came(self, client: ClientConnection) -> None:
+        """Count a client that is inside."""
+        self.clients.add(client)
+
+    def left(self, client: ClientConnection) -> None:
+        """Count a client no longer; there may be room for another."""
+        self.clients.discard(client)
+        if self.door is not None:
+            self.door.left(len(self.clients))
 
     def next_request_id(self) -> bytes:
         """Make an id for a request that came without one: unique among gateways, cheap."""
@@ -117,9 +129,8 @@ class Gateway:
     @property
     def port(self) -> int:
         """Return the data port, once the gateway listens."""
-        assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        assert self.door is not None
+        return self.door.port
 
     async def start(self) -> None:
         """Take the port, ask every worker once, then listen.
@@ -144,9 +155,9 @@ class Gateway:
         self._look_at_offers()
         await asyncio.gather(*(reader.read() for reader in self.inventories.values()))
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: ClientConnection(self), sock=bound, backlog=BACKLOG
-        )
+        clients_max = self.turns.share.clients_max
+        self.door = Door(bound, lambda: ClientConnection(self), clients_max=clients_max)
+        self.door.open()
         self._tasks = [loop.create_task(monitor.run()) for monitor in monitors]
         self._tasks += [loop.create_task(reader.run()) for reader in self.inventories.values()]
         watches = (self._sweep(), self._tidy(), self._look_at_answers())
@@ -157,8 +168,8 @@ class Gateway:
         self.draining = True
         self.state.handle(Drain(), self.now())
         self.turns.admission.let_all_in(self.now())
-        assert self._server is not None
-        self._server.close()
+        assert self.door is not None
+        self.door.close()
         deadline_s = self.now() + self.config.drain_timeout_s
         while self.state.live and self.now() < deadline_s:
             await asyncio.sleep(0.02)
@@ -166,8 +177,8 @@ class Gateway:
 
     async def stop(self) -> None:
         """Close everything now."""
-        if self._server is not None:
-            self._server.close()
+        if self.door is not None:
+            self.door.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -223,10 +234,16 @@ class Gateway:
         )  # fmt: skip
 
     async def _tidy(self) -> None:
-        """Give the memory of bodies that are gone back to the system."""
+        """Give the memory of bodies that are gone back to the system; make room while the house is
+        full."""
         while True:
             await asyncio.sleep(TIDY_INTERVAL_S)
             self.bodies.tidy()
+            if self.door is None or not self.door.is_shut:
+                continue
+            for client in list(self.clients):
+                client.expire(self.now(), idle_timeout_s=FULL_IDLE_S)
+            self.door.left(len(self.clients))
 
     async def _look_at_answers(self) -> None:
         """End the waits for workers that are up and send nothing of an answer."""
@@ -248,7 +265,7 @@ class Gateway:
             now = self.now()
             try:
                 for client in list(self.clients):
-                    client.expire(now)
+                    client.expire(now, idle_timeout_s=self.limits.idle_timeout_s)
                 self.turns.admission.look(now)
             except Exception:  # a task's root: else nobody's time would ever be over
                 log.exception("a look at who waits, and for whom we wait, ended in a fault")

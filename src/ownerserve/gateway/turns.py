@@ -27,9 +27,10 @@ from ownerserve.gateway.asking import Asking, IdentifiedRequest, SessionFinder
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import open_access
 from ownerserve.gateway.http.client import HttpRequest
+from ownerserve.gateway.http.door import descriptor_limit, share_of
 from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.replies import Rejected
-from ownerserve.gateway.http.upstream import WorkerPool
+from ownerserve.gateway.http.upstream import IDLE_MAX, WorkerPool
 from ownerserve.gateway.stamps import (
     PromptOutcome,
     Stamp,
@@ -186,9 +187,13 @@ class Turns:
             self.policy, settings=config.settings, down_asked_max=DOWN_ASKED_MAX
         )
         self.access = open_access(config.worker_key, config.worker_ca_file)
+        self.share = share_of(descriptor_limit(), len(config.workers))
         self.pools: dict[WorkerId, WorkerPool] = {
             address.worker: WorkerPool(
-                address, self.access, connect_timeout_s=config.connect_timeout_s
+                address,
+                self.access,
+                connect_timeout_s=config.connect_timeout_s,
+                idle_max=min(self.share.idle_max, IDLE_MAX),
             )
             for address in config.workers
         }

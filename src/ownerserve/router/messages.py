@@ -30,6 +30,8 @@ class Refusal(Label):
     DRAINING = "draining"
     ALL_TRIED = "all_tried"
     RETRY_BUDGET = "retry_budget"
+    EXHAUSTED = "exhausted"
+    """The gateway itself has no descriptor, memory or address left."""
 
 
 class Failure(Label):
@@ -39,6 +41,9 @@ class Failure(Label):
     """A kept connection turned out closed: says nothing about the worker."""
     CONNECT = "connect"
     """No connection could be made: nobody listens there."""
+    OURS = "ours"
+    """No connection could be made for want of something of the gateway's own: says nothing about
+    the worker, and no other would do better."""
     CLOSED = "closed"
     """The worker closed a fresh connection without an answer."""
     SILENT = "silent"

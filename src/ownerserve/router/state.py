@@ -435,6 +435,8 @@ class RouterState:
             candidates = self.fleet.candidates(live.arrive.model)
             live.attempt, live.reason = live.attempt + 1, DispatchReason.RETRY_NEW_CONNECTION
             return self._dispatch(live, self._ask_again(live, candidates, now))
+        if event.failure is Failure.OURS:
+            return self._refuse(Refusal.EXHAUSTED)
         if event.failure is Failure.CONNECT:
             self._worker_down(WorkerDown(worker.id, Down.UNREACHABLE), now)
         outcome = self._elsewhere(live, now)

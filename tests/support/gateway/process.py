@@ -1,5 +1,6 @@
 """A worker as a process of its own, to be stopped and killed: `python -m
-tests.support.gateway.process` prints its port, and streams events to whoever asks, for ever."""
+tests.support.gateway.process` prints its port, and streams events to whoever asks, for ever. And
+the gateway as one."""
 
 from __future__ import annotations
 
@@ -7,10 +8,13 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
 from tests.support.gateway.world import header
+from tests.support.waits import until
 
 EVERY_S = 0.2
 
@@ -73,6 +77,39 @@ def worker_process() -> Iterator[WorkerProcess]:
             yield WorkerProcess(process, int(process.stdout.readline()))
         finally:
             process.kill()
+
+
+class GatewayProcess(NamedTuple):
+    """A running gateway, where it serves, and the file with all that it says."""
+
+    process: subprocess.Popen[str]
+    data_url: str
+    admin_url: str
+    said: Path
+
+
+@contextmanager
+def gateway_process(
+    folder: Path, workers: Sequence[int], *more: str, descriptors: int | None = None
+) -> Iterator[GatewayProcess]:
+    """`ownerserve gateway` over workers at these ports, until the end; it may have so many
+    `descriptors`."""
+    ready, said = folder / "ready", folder / "said"
+    command = [sys.executable, "-m", "ownerserve.cli.main", "gateway", "--ready-file", str(ready)]
+    command += ["--port", "0", "--admin-port", "0", *more]
+    for port in workers:
+        command += ["--worker", f"http://127.0.0.1:{port}"]
+    if descriptors is not None:
+        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
+    with said.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
+    try:
+        until(lambda: ready.exists() or process.poll() is not None, within_s=60.0)
+        assert ready.exists(), said.read_text()
+        yield GatewayProcess(process, *ready.read_text().split(), said)
+    finally:
+        process.kill()
+        process.wait()
 
 
 if __name__ == "__main__":

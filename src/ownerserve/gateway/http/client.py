@@ -241,7 +241,6 @@ class Answering(Protocol):
 class ClientPort(Protocol):
     """The port is what a client connection asks of the gateway."""
 
-    clients: set[ClientConnection]
     draining: bool
     bodies: BodyBudget
 
@@ -253,6 +252,14 @@ class ClientPort(Protocol):
     @property
     def workers_up(self) -> int:
         """`workers_up` counts the workers that may be chosen."""
+        ...
+
+    def came(self, client: ClientConnection) -> None:
+        """Hear that a client is inside."""
+        ...
+
+    def left(self, client: ClientConnection) -> None:
+        """Hear that a client is gone."""
         ...
 
     def now(self) -> float:
@@ -298,7 +305,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._gateway.clients.add(self)
+        self._gateway.came(self)
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
@@ -327,7 +334,7 @@ class ClientConnection(asyncio.Protocol):
         self._closing = True
         self._reader.close()
         self._drop_queue()
-        self._gateway.clients.discard(self)
+        self._gateway.left(self)
         exchange = self._exchange
         self._answered()
         if exchange is not None:
@@ -519,13 +526,13 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float, *, idle_timeout_s: float) -> None:
         """Close when the client has kept us waiting for a request too long."""
         if self._exchange is not None or self._closing:
             return
         limits, reader, waited_s = self._gateway.limits, self._reader, now - self._waiting_since_s
         if not reader.in_message:
-            if waited_s > limits.idle_timeout_s:
+            if waited_s > idle_timeout_s:
                 self._close()
         elif waited_s > (limits.head_timeout_s if reader.in_head else limits.body_timeout_s):
             self._refuse_and_linger(

@@ -30,6 +30,10 @@ _REFUSALS = {
     Refusal.NO_SUCH_MODEL: (HTTPStatus.NOT_FOUND, "model: no worker serves it; see /v1/models"),
     Refusal.DRAINING: (HTTPStatus.SERVICE_UNAVAILABLE, "this gateway is shutting down; retry"),
     Refusal.ALL_TRIED: (HTTPStatus.BAD_GATEWAY, "no worker that is up could answer"),
+    Refusal.EXHAUSTED: (
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "this gateway has no descriptor or memory left for it; retry soon",
+    ),
     Refusal.RETRY_BUDGET: (HTTPStatus.BAD_GATEWAY, "the worker failed, and retries are used up"),
 }
 _TOLD_WHEN = (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS)

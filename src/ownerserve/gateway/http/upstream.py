@@ -21,6 +21,7 @@ from typing import Protocol, cast
 import httptools
 
 from ownerserve.gateway.http.access import Access, Address
+from ownerserve.gateway.http.door import is_ours
 from ownerserve.gateway.http.heads import Header, ResponseHead, read_response_head
 from ownerserve.kv.units import KIB
 from ownerserve.router.messages import Failure
@@ -364,17 +365,27 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 IDLE_MAX = 1024
+SHORTAGE_S = 0.05
+"""How long nothing is tried for want of a descriptor or the like."""
 
 
 class WorkerPool:
     """A pool holds the connections to one worker: who is idle and who is not."""
 
-    def __init__(self, address: Address, access: Access, *, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: Address,
+        access: Access,
+        *,
+        connect_timeout_s: float,
+        idle_max: int = IDLE_MAX,
+    ) -> None:
         self.address = address
         self.opened = 0
         self.reused = 0
         self._tls = access.tls if address.scheme == "https" else None
         self._connect_timeout_s = connect_timeout_s
+        self._idle_max = idle_max
         self._idle: dict[UpstreamConnection, None] = {}
         self._busy: set[UpstreamConnection] = set()
 
@@ -393,7 +404,22 @@ class WorkerPool:
         return connection
 
     async def connect(self) -> UpstreamConnection:
-        """Open a new connection. Raises OSError (TimeoutError among them) when there is none."""
+        """Open a new connection. Raises OSError (TimeoutError among them) when there is none.
+
+        For want of something of the gateway's own it waits until there may be one again.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._connect_timeout_s
+        while True:
+            try:
+                return await self.open()
+            except OSError as error:
+                if not is_ours(error) or loop.time() + SHORTAGE_S > until_s:
+                    raise
+            await asyncio.sleep(SHORTAGE_S)
+
+    async def open(self) -> UpstreamConnection:
+        """Open a new connection at once. Raises OSError (TimeoutError among them)."""
         loop = asyncio.get_running_loop()
         connection = UpstreamConnection(self)
         try:
@@ -416,9 +442,9 @@ class WorkerPool:
 
     def give_back(self, connection: UpstreamConnection) -> None:
         """Keep `connection`, which has finished an exchange and may carry another, as idle; close
-        it beyond IDLE_MAX."""
+        it beyond what may be kept."""
         self._busy.discard(connection)
-        if len(self._idle) >= IDLE_MAX:
+        if len(self._idle) >= self._idle_max:
             connection.close()
             return
         connection.kept = True

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Access, Address
+from ownerserve.gateway.http.door import is_ours
 from ownerserve.gateway.http.fetching import fetch
 from ownerserve.gateway.http.heads import read_response_head
 from ownerserve.gateway.http.model_list import Models, Unlearnt, read_models, stated_models
@@ -178,7 +179,8 @@ class HealthMonitor:
                 log.exception("worker %s: its news could not be taken in", self.address.worker)
 
     async def probe(self) -> list[News]:
-        """Ask once and return the news; none after a first bad answer, which says nothing yet."""
+        """Ask once and return the news; none after a first bad answer, which says nothing yet, and
+        none where the gateway itself could not ask."""
         worker = self.address.worker
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
@@ -192,8 +194,9 @@ class HealthMonitor:
             return [WorkerDown(worker, Down.UNREACHABLE)]
         except ssl.SSLError as error:
             self._note((f"tls: {error.reason or error}",))
-        except OSError:  # TimeoutError too
-            pass
+        except OSError as error:  # TimeoutError too
+            if is_ours(error):
+                return []
         except Exception:  # a task's root: what can't be read is a bad answer, and it is probed on
             log.exception("worker %s: its answer to a probe ended in a fault", worker)
         self._bad += 1
@@ -275,6 +278,8 @@ class HealthMonitor:
         except TimeoutError:
             found = Unlearnt(f"/v1/models: no answer in {self._config.health_timeout_s:g} s")
         except OSError as error:
+            if is_ours(error):
+                raise
             found = Unlearnt(f"/v1/models: {error}")
         self._has_listed = not isinstance(found, Unlearnt)
         if not isinstance(found, Unlearnt):
