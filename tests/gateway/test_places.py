@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
 from ownerserve.gateway.asking import SessionFinder
+from ownerserve.gateway.turns import Correction
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
@@ -38,11 +40,12 @@ from ownerserve.kv.wire.rpc import (
 from ownerserve.kv.wire.status import (
     LoadStatement,
     ProfileStatement,
+    TierStatement,
     WorkerStatus,
     unit_statement,
 )
 from ownerserve.router.decision import DispatchReason
-from ownerserve.router.messages import Refuse
+from ownerserve.router.messages import Gone, Refuse, Reported
 from ownerserve.router.settings import DEFAULTS
 from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import said
@@ -106,22 +109,22 @@ class Admission:
         self._socket.close()
 
 
-def record(rpc: object) -> bytes:
+def record(rpc: object, **profile: Any) -> bytes:
     """What a worker states that answers at `rpc`."""
     said = WorkerStatus(
         unit=unit_statement(RoutingUnit(WorkerId("own-name"), 0, Incarnation(7))),
         load=LoadStatement(as_of_s=1.0),
-        profile=ProfileStatement(models=("m",)),
+        profile=ProfileStatement(models=("m",), **profile),
     )
     document = json.loads(msgspec.json.encode(said))
     document["profile"]["rpc"] = rpc
     return json.dumps(document).encode()
 
 
-async def introduced(world: World, *rpcs: str | None) -> None:
+async def introduced(world: World, *rpcs: str | None, **profile: Any) -> None:
     """Each engine states its address, and the gateway has heard it."""
     for engine, rpc in zip(world.engines, rpcs, strict=True):
-        engine.states = record(rpc)
+        engine.states = record(rpc, **profile)
     worker = WorkerId(f"127.0.0.1:{world.engines[0].port}")
     await until_async(lambda: world.gateway.turns.places.can_ask(worker) == (rpcs[0] is not None))
 
@@ -447,6 +450,78 @@ def test_what_a_worker_without_places_could_bring_back_is_known_from_then_on(pla
 
     settings = replace(DEFAULTS, cold_after_s=-1.0)
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.05, settings=settings)
+
+
+@pytest.mark.parametrize(
+    ("loads_ms", "planned", "expected", "corrected"),
+    [
+        (1e6, 64, 64, "loads"),
+        (0.0, 0, 0, "computes"),
+        (0.0, 64, 64, None),
+        (1e6, 0, 0, None),
+        (0.0, None, 64, None),
+        (1e6, None, 0, None),
+    ],
+)
+def test_what_a_worker_would_do_by_its_own_prices_is_expected(
+    play: Play, loads_ms: float, planned: int | None, expected: int, corrected: str | None
+) -> None:
+    """Whatever the gateway would do by what the worker states; a worker that does not say follows
+    these prices, as far as is known."""
+
+    async def scenario(world: World) -> None:
+        (engine,), admission = world.engines, Admission()
+        engine.usage = b'{"prompt_tokens": 100, "completion_tokens": 1}'
+        admission.quote = Admit(0)
+        disk = TierStatement(name="disk", latency_ms=loads_ms, bytes_per_ms=1e9)
+        actions = ("colocated_prefill", "tail_recompute")
+        await introduced(world, admission.address, actions=actions, tiers=(disk,))
+        client, gateway = await world.client(), world.gateway
+        assert (await client.post("/v1/completions", BODY, x__session__id="a")).status == 200
+        await world.settled()
+        [(name, session)] = gateway.state.sessions.items()
+        assert session.owner is not None and session.owner.unit is not None
+        gateway.turns.told(Gone(session.owner.unit, Tier.DEVICE, session=name))
+        gateway.turns.told(Reported(session.owner.unit, Tier.DISK, None, 64, session=name))
+        admission.quote = Admit(0, 0, 64, planned)
+        told = await client.post("/v1/completions", LONGER, x__session__id="a")
+        assert told.status == 200
+        assert int(told["x-ownerserve-expected-cached-tokens"]) == expected
+        found = {why: n for (kind, why), n in gateway.turns.observer.pressure.items() if n}
+        assert {why: n for why, n in found.items() if why in list(Correction)} == (
+            {corrected: 1} if corrected else {}
+        )
+        await world.settled()
+        assert (gateway.state.account.received, gateway.state.account.done) == (2, 2)
+        admission.close()
+
+    settings = replace(DEFAULTS, cold_after_s=-1.0)
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05, settings=settings)
+
+
+def test_more_on_disk_than_on_the_device_is_no_direct_append(play: Play) -> None:
+    """The worker may load it: it is asked, and its word is expected."""
+
+    async def scenario(world: World) -> None:
+        (engine,), admission = world.engines, Admission()
+        engine.usage = b'{"prompt_tokens": 100, "completion_tokens": 1}'
+        admission.quote = Admit(0)
+        disk = TierStatement(name="disk", latency_ms=1e6, bytes_per_ms=1e9)
+        actions = ("colocated_prefill", "tail_recompute")
+        await introduced(world, admission.address, actions=actions, tiers=(disk,))
+        client, gateway = await world.client(), world.gateway
+        assert (await client.post("/v1/completions", BODY, x__session__id="a")).status == 200
+        await world.settled()
+        [(name, session)] = gateway.state.sessions.items()
+        assert session.owner is not None and session.owner.unit is not None
+        gateway.turns.told(Reported(session.owner.unit, Tier.DEVICE, None, 32, session=name))
+        gateway.turns.told(Reported(session.owner.unit, Tier.DISK, None, 96, session=name))
+        admission.quote = Admit(0, 32, 96, 96)
+        told = await client.post("/v1/completions", LONGER, x__session__id="a")
+        assert int(told["x-ownerserve-expected-cached-tokens"]) == 96
+        admission.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
 
 
 def test_a_worker_without_places_that_says_no_is_not_sent_the_turn(play: Play) -> None:

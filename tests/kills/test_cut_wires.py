@@ -837,6 +837,8 @@ CUT_AS_READ: dict[str, str] = {
     "has tokens": _READER,
     "said admit.resident_tokens": _HELD,
     "said admit.restorable_tokens": _BROUGHT,
+    "said admit.planned_tokens": "gateway/test_places.py"
+    "::test_what_a_worker_would_do_by_its_own_prices_is_expected",
     "has prefix_hash": _WORDS,
     "gone number": _WORDS,
     "gone session": _WORDS,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from ownerserve.kv.ids import PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import Epoch, PlacementAction, Term, Tier
+from ownerserve.plan.cost.prices import Medium
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
+    Aborted,
     Arrive,
     Claimed,
     Done,
@@ -22,10 +25,10 @@ from ownerserve.router.messages import (
 )
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage
-from ownerserve.router.sessions import CLEAN_MIN, Prefix, PrefixIndex
+from ownerserve.router.sessions import CLEAN_MIN, Prefix, PrefixIndex, Use
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile
-from tests.support.router.fleets import ABLE, dispatched, raise_up, served, unit
+from tests.support.router.fleets import ABLE, SPEED, dispatched, raise_up, served, unit
 
 HASH = PrefixHash(b"h" * 32)
 PARENT = SessionId("parent")
@@ -112,6 +115,47 @@ def test_a_restarted_owners_disk_brings_the_session_back(state: RouterState) -> 
     assert (turn.worker, turn.reason) == (owner, DispatchReason.RECOVERED)
     assert turn.decision.action is PlacementAction.TAIL_RECOMPUTE
     assert turn.decision.cached_tokens == 50_000
+
+
+DEAR = replace(ABLE, speed=replace(SPEED, media={**SPEED.media, Tier.DISK: Medium(1e6, 1e6)}))
+"""Loads from its disk take longer than it computes."""
+
+
+def test_a_copy_that_is_dearer_than_computing_is_no_loss_and_no_recovery(
+    state: RouterState,
+) -> None:
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    raise_up(state, "w0", "w1", "w2", profile=DEAR)
+    state.handle(Reported(unit(owner), Tier.DISK, HASH, 50_000, SessionId("s")), 2.0)
+    raise_up(state, owner, profile=DEAR, life=2)
+    turn = dispatched(state, "s", 3.0, prompt_bytes=4 * 50_500)
+    assert (turn.reason, turn.decision.cached_tokens) == (DispatchReason.RECOMPUTED, 0)
+
+
+@pytest.mark.parametrize(
+    ("profile", "use", "reason", "expected"),
+    [
+        (DEAR, Use.LOADED, DispatchReason.RECOVERED, 50_000),
+        (ABLE, Use.LEFT, DispatchReason.RECOMPUTED, 0),
+    ],
+)
+def test_what_its_holder_says_that_it_does_with_a_copy_is_expected(
+    profile: Profile, use: Use, reason: DispatchReason, expected: int
+) -> None:
+    """Whatever it would cost by the router's prices; until something new is told of the copy."""
+    state = RouterState(make_policy("ownerserve"))
+    raise_up(state, "w0", profile=profile)
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    raise_up(state, owner, profile=profile, life=2)
+    held = Reported(unit(owner, 2), Tier.DISK, HASH, 50_000, SessionId("s"), use)
+    state.handle(held, 2.0)
+    turn = dispatched(state, "s", 3.0, prompt_bytes=4 * 50_500)
+    assert (turn.reason, turn.decision.cached_tokens) == (reason, expected)
+    state.handle(Aborted(turn.receipt), 4.0)
+    state.handle(replace(held, use=Use.BY_PRICE), 5.0)
+    again = dispatched(state, "s", 6.0, prompt_bytes=4 * 50_500)
+    assert again.decision.cached_tokens == 50_000 - expected
+    state.check()
 
 
 def test_a_lost_owners_session_comes_back_from_the_shared_store(state: RouterState) -> None:

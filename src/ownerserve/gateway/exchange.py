@@ -45,7 +45,7 @@ from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
 from ownerserve.gateway.stamps import Stamp, TurnRefused, receipt_lines
 from ownerserve.gateway.turns import (
     Arrived,
-    HoldsLess,
+    Correction,
     LookUp,
     LostDispatch,
     NotLetIn,
@@ -281,11 +281,11 @@ class Exchange:
 
     async def _reserve(self, attempt: Attempt) -> None:
         """Ask the worker for a place before the turn is sent; a refusal leads to another decision,
-        and so does a worker that holds less than was counted on."""
+        and so does a worker's word that the decision was wrong in."""
         came = await attempt.route.reserve(self.request_id)
         if isinstance(came, Reject):
             self.decide_again(attempt, came.reason)
-        elif isinstance(came, HoldsLess):
+        elif isinstance(came, Correction):
             self.decide_again(attempt, came)
         else:
             self.connect(attempt, came)

@@ -57,7 +57,7 @@ from ownerserve.kv.wire.headers import TurnLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Admit, Reject
 from ownerserve.router.admission import AdmissionQueue, Go, SessionAdmission, Ticket, forked_from
-from ownerserve.router.decision import DispatchReason, TurnClass
+from ownerserve.router.decision import DispatchReason, Label, TurnClass
 from ownerserve.router.messages import (
     Aborted,
     AskRelease,
@@ -80,16 +80,23 @@ from ownerserve.router.messages import (
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage, believed, scan_usage
 from ownerserve.router.requests.identity import SessionIdentity
-from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession
+from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession, Use
 from ownerserve.router.state import RouterState
 
 
-class HoldsLess(msgspec.Struct, frozen=True, gc=False):
-    """The worker holds less of the turn's session than the decision counted on, by its own word,
-    which is known now."""
+class Correction(Label):
+    """A correction says why a turn is decided anew: its worker's own word on the session, which is
+    known now."""
+
+    HOLDS_LESS = "holds_less"
+    """The worker holds less than the decision counted on."""
+    LOADS = "loads"
+    """The worker would load what the decision computes."""
+    COMPUTES = "computes"
+    """The worker would compute what the decision loads."""
 
 
-Why: TypeAlias = Failure | WorkerRefusal | HoldsLess
+Why: TypeAlias = Failure | WorkerRefusal | Correction
 """Why nothing of an answer came: what went wrong, what the worker's admission said, or that the
 turn was not sent after its word."""
 
@@ -152,7 +159,7 @@ class Route:
         known."""
         return self._turns.places.are_held(self.dispatch.worker)
 
-    async def reserve(self, request_id: bytes) -> HeldPlace | Reject | HoldsLess | None:
+    async def reserve(self, request_id: bytes) -> HeldPlace | Reject | Correction | None:
         """Ask the worker for a place for the turn: the place, or why not; None when it is sent
         without one: nothing was heard in time, or the worker holds none and lets it come."""
         turns, dispatch = self._turns, self.dispatch
@@ -276,17 +283,19 @@ class Turns:
             return self._first_byte_timeout_s
         return self._whole_answer_timeout_s
 
-    def told_held(self, dispatch: Dispatch, admit: Admit) -> HoldsLess | None:
-        """Tell the state what the worker says that it holds of a turn's session; return HoldsLess
-        where the decision counted on more."""
+    def told_held(self, dispatch: Dispatch, admit: Admit) -> Correction | None:
+        """Tell the state what the worker says that it holds of a turn's session, and does with it;
+        return what the decision was wrong in, if anything."""
         session, decision = dispatch.session, dispatch.decision
         unit = decision.worker.unit
         if session is None or unit is None:
             return None
         has = {Tier.DEVICE: admit.resident_tokens, Tier.DISK: admit.restorable_tokens}
+        use = _use_of(admit)
         for tier, tokens in has.items():
             if tokens:
-                self.told(Reported(unit, tier, None, tokens, session=session))
+                said = use if tier is Tier.DISK else Use.BY_PRICE
+                self.told(Reported(unit, tier, None, tokens, session, said))
             elif tokens is not None:
                 self.told(Gone(unit, tier, session=session))
         source = decision.source
@@ -296,17 +305,22 @@ class Turns:
             or decision.prefill is not None
             or dispatch.turn is TurnClass.FORKED_ROLLOUT  # it counts on its parent's state
             or (source is not None and source.worker is not decision.worker)
-            or decision.cached_tokens <= max(tokens or 0 for tokens in counted_on)
             or dispatch.attempt >= DECIDED_MAX
         ):
             return None
-        return HoldsLess()
+        if decision.cached_tokens > max(tokens or 0 for tokens in counted_on):
+            return Correction.HOLDS_LESS
+        if not decision.alternatives:
+            return None  # by a policy that prices nothing, which decides the same again
+        if use is Use.LOADED and source is None:
+            return Correction.LOADS
+        return Correction.COMPUTES if use is Use.LEFT and source is not None else None
 
     def _end_of(self, lost: LostDispatch) -> Failed | Unpromised | Misjudged:
         """Count a dispatch that was lost, and return what the state is told of it."""
         receipt, why = lost.dispatch.receipt, lost.why
-        if isinstance(why, HoldsLess):
-            self.observer.pressed("corrected", "holds_less")
+        if isinstance(why, Correction):
+            self.observer.pressed("corrected", why.value)
             return Misjudged(receipt)
         if isinstance(why, Failure):
             self.observer.pressed("failed", why.value)
@@ -411,6 +425,14 @@ class Turns:
 
     def _is_known(self, name: SessionId) -> bool:
         return self.state.sessions.get(name) is not None
+
+
+def _use_of(admit: Admit) -> Use:
+    """Return what the worker does with what it could bring, by what it says."""
+    resident, planned = admit.resident_tokens, admit.planned_tokens
+    if planned is None or resident is None or (admit.restorable_tokens or 0) <= resident:
+        return Use.BY_PRICE
+    return Use.LOADED if planned > resident else Use.LEFT
 
 
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)

@@ -53,6 +53,9 @@ class DispatchReason(Label):
     """The owner is gone and nothing of the session is left: a cold start from the token log."""
     RECOVERED = "recovered"
     """The owner is gone, but a copy in a store or at another worker outlived it."""
+    RECOMPUTED = "recomputed"
+    """The owner is gone, and a copy outlived it, but computing anew is cheaper than bringing
+    that."""
     NO_SESSION = "no_session"
     FORK = "fork"
     """The session's first turn, where its parent's prefix lies."""

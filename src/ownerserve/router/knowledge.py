@@ -87,7 +87,7 @@ class Knowledge:
             return NOTED  # no session here stands on it
         if not prefix.copies and worker is not None:
             prefix.spec_digest = worker.profile.spec_digest
-        prefix.hold(worker, event.tier, event.tokens)
+        prefix.hold(worker, event.tier, event.tokens, use=event.use)
         return NOTED
 
     def gone(self, event: Gone, now_s: float) -> Noted:

@@ -18,6 +18,7 @@ from ownerserve.kv.messages import Epoch, RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.decision import Decision, DispatchReason, Label, TurnClass
 from ownerserve.router.requests.body import Prompt, Usage
+from ownerserve.router.sessions import Use
 from ownerserve.router.worker import Profile, Receipt
 
 
@@ -118,6 +119,7 @@ class Reported(msgspec.Struct, frozen=True, gc=False):
 
     `session` stands on it, when given: that is how the router learns a session's prefix hash, and
     of sessions that ran before it began. `prefix_hash` None: the holder has not hashed so far.
+    `use`: what the holder said just now that it does with it.
     """
 
     unit: RoutingUnit | None
@@ -125,6 +127,7 @@ class Reported(msgspec.Struct, frozen=True, gc=False):
     prefix_hash: PrefixHash | None
     tokens: int
     session: SessionId | None = None
+    use: Use = Use.BY_PRICE
 
 
 class Gone(msgspec.Struct, frozen=True, gc=False):
@@ -231,9 +234,9 @@ class Unpromised(msgspec.Struct, frozen=True, gc=False):
 
 
 class Misjudged(msgspec.Struct, frozen=True, gc=False):
-    """This event says that the turn was not sent: the decision counted on what its worker, by its
-    own word, does not hold. What it holds was told before (Reported, Gone); it is decided anew
-    among all."""
+    """This event says that the turn was not sent: its worker, by its own word, holds less than the
+    decision counted on, or would do otherwise with what it has. What it said was told before
+    (Reported, Gone); the turn is decided anew among all."""
 
     receipt: Receipt
 

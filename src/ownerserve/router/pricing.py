@@ -48,7 +48,7 @@ everywhere keeps still), and after a move the session stays for T_cool (O(lifeti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache
 from operator import attrgetter
@@ -66,7 +66,7 @@ from ownerserve.router.decision import (
     take,
 )
 from ownerserve.router.fleet import Candidates, room_tokens
-from ownerserve.router.sessions import Copy
+from ownerserve.router.sessions import Copy, Use
 from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
 
@@ -213,7 +213,8 @@ def options_at(
 ) -> list[Option]:
     """Return every way to run the turn at `worker`, priced: on the spot always, the others where
     they apply."""
-    options = [pricer.local(request, worker)]
+    local = pricer.local(request, worker)
+    options = [local]
     profile = worker.profile
     offer = _offer(request.turn, profile.actions)
     if offer.apart:
@@ -227,6 +228,8 @@ def options_at(
         stored = stored_copy(request, worker)
         if stored is not None and stored.tokens > held:
             options.append(pricer.bring(request, worker, action=_RESTORE, source=stored))
+            if stored.use is Use.LOADED:
+                options.remove(local)
     if offer.brings:
         peer = peer_copy(request, worker)
         if peer is not None and peer.tokens > held:
@@ -239,10 +242,10 @@ def options_at(
 
 def stored_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
     """Return the longest copy that `worker` can load by itself, from its own tiers or the shared
-    store; None when there is none."""
+    store, and has not said it would leave; None when there is none."""
     found = None
     for copy in request.copies:
-        is_own = copy.worker is worker and copy.tier is not _DEVICE
+        is_own = copy.worker is worker and copy.tier is not _DEVICE and copy.use is not Use.LEFT
         if (is_own or copy.worker is None) and (found is None or copy.tokens > found.tokens):
             found = copy
     return found
@@ -315,17 +318,22 @@ def start(
     workers = few(request, fleet, count=settings.candidates)
     ranked = rank(request, workers, pricer=pricer, fleet=fleet)
     best = ranked[0]
-    return take(best, _why(request, best), ranked=ranked)
+    return take(best, _why(request, ranked), ranked=ranked)
 
 
 _BY_TOTAL = attrgetter("total_ms")
 
 
-def _why(request: RoutingRequest, best: Option) -> DispatchReason:
+def _why(request: RoutingRequest, ranked: Sequence[Option]) -> DispatchReason:
+    best = ranked[0]
     if request.session is None:
         return DispatchReason.NO_SESSION
     if request.turns:
-        return DispatchReason.RECOVERED if best.cached_tokens else DispatchReason.OWNER_LOST
+        if best.cached_tokens:
+            return DispatchReason.RECOVERED
+        is_left = any(copy.use is Use.LEFT for copy in request.copies)
+        is_kept = is_left or any(option.cached_tokens for option in ranked)
+        return DispatchReason.RECOMPUTED if is_kept else DispatchReason.OWNER_LOST
     if not request.copies:
         return DispatchReason.NEW_SESSION
     is_on_the_spot = best.action is PlacementAction.COLOCATED_PREFILL and best.cached_tokens > 0

@@ -28,6 +28,7 @@ hit; believing a wrong one costs a cache hit too, since the worker has the word.
 
 from __future__ import annotations
 
+import enum
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -46,6 +47,18 @@ CLEAN_MIN = 1024
 """An index of fewer names than this is not worth cleaning."""
 
 
+class Use(enum.Enum):
+    """A use says what a worker does with a copy below its device when a turn comes, by its own
+    word."""
+
+    BY_PRICE = "by_price"
+    """The worker has not said: the router prices both."""
+    LOADED = "loaded"
+    """The worker loads the copy, whatever the router's prices say."""
+    LEFT = "left"
+    """The worker computes what the copy has: that is cheaper by its own prices."""
+
+
 class Copy(msgspec.Struct, frozen=True, gc=False):
     """A copy says that tokens [0, tokens) lie in `tier` of `worker`; None: in the store that all
     workers share."""
@@ -54,6 +67,7 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
     life: int
     tier: Tier
     tokens: int
+    use: Use = Use.BY_PRICE
 
     def is_good(self) -> bool:
         """Return whether it can be used now (invariant 6: what is resident decides, nothing
@@ -91,10 +105,12 @@ class Prefix:
         self.tokens = tokens
         self.hold(worker, Tier.DEVICE, tokens)
 
-    def hold(self, worker: Worker | None, tier: Tier, tokens: int) -> None:
+    def hold(
+        self, worker: Worker | None, tier: Tier, tokens: int, *, use: Use = Use.BY_PRICE
+    ) -> None:
         """Note that `worker` holds [0, tokens) in `tier`; this replaces what was known of the same
         place."""
-        copy = Copy(worker, 0 if worker is None else worker.life, tier, tokens)
+        copy = Copy(worker, 0 if worker is None else worker.life, tier, tokens, use)
         copies = self.copies
         if copies and (
             len(copies) > 1 or copies[0].worker is not worker or copies[0].tier is not tier

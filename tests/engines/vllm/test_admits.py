@@ -20,7 +20,11 @@ from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Admit, Probe, Reject, Seed
 from ownerserve.node.rpc.server import RpcClient
+from ownerserve.node.runtime.node_runtime import UNMEASURED
 from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.plan.cost.model import CostModel
+from ownerserve.plan.inputs import HF, ModelState
+from ownerserve.plan.restore import Planner
 from tests.support.node.node_driver import IDENTITY, LAYOUT
 
 UNIT = RoutingUnit(WorkerId("v0"), 0, Incarnation(7))
@@ -53,6 +57,16 @@ def test_what_the_store_has_of_a_session_is_said(client: RpcClient, holding: Hol
     assert client.ask(Probe(Seed(100), SessionId("nobody's"))) == Admit(0, restorable_tokens=0)
     holding.over(S)
     assert client.ask(Probe(Seed(100), S)) == Admit(0, restorable_tokens=0)
+
+
+def test_what_a_turn_would_do_with_it_is_said_by_the_engines_own_prices(
+    client: RpcClient, holding: Holding
+) -> None:
+    """Not of a session of which nobody can say what is on the device: there is no pool here."""
+    holding.inventory.has(S, Tier.DISK, 96, digest=None)
+    planner = Planner(ModelState(layers=1, block_tokens=32, range_bytes_per_token=10.0), HF)
+    holding.plans(planner, CostModel(UNMEASURED).prices())
+    assert client.ask(Probe(Seed(100), S)) == Admit(0, restorable_tokens=96)
 
 
 def test_who_names_no_session_hears_of_none_and_a_refusal_says_no_more(client: RpcClient) -> None:

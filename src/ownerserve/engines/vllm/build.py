@@ -209,11 +209,15 @@ class ConnectorParts:
         return HostedNodeState(
             self.device,
             operations,
-            planner=Planner(self.shape.model_state(), self.abilities()),
+            planner=self.planner(),
             costs=self.calibration.model,
             saves=saves,
             settings=node,
         )
+
+    def planner(self) -> Planner:
+        """Make the planner of restores, which replays nothing."""
+        return Planner(self.shape.model_state(), self.abilities())
 
     def policy(self) -> CheckpointPolicy:
         """Make the policy that says which boundaries get point state."""
@@ -274,10 +278,11 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
     reports = worker_reports(
         parts, opened(NodeRpcHandler(limits(parts, unit), kept, sessions), parts)
     )
-    tiers = tiers_of(parts.settings)
+    tiers, planner = tiers_of(parts.settings), parts.planner()
 
     def tell(costs: CostModel) -> None:
         reports.measured(speed_statement(costs, replay_tokens=0), tier_statements(costs, tiers))
+        kept.plans(planner, parts.calibration.model.prices())
 
     scheduler_parts = SchedulerParts(
         lookup=lookup,

@@ -67,7 +67,7 @@ from ownerserve.kv.wire.rpc import (
     encode,
     new_nonce,
 )
-from ownerserve.router.decision import TurnClass
+from ownerserve.router.decision import Decision, TurnClass
 from ownerserve.router.knowledge import end_of
 from ownerserve.router.messages import AskRelease, Dispatch, ReleaseEnd, ReleaseEnded
 from ownerserve.router.sessions import SessionTable
@@ -272,6 +272,16 @@ def is_direct_append(dispatch: Dispatch) -> bool:
         and dispatch.turn in _APPENDS
         and decision.action in _ON_THE_SPOT
         and not decision.moved_tokens
+        and not _could_load_more(decision)
+    )
+
+
+def _could_load_more(decision: Decision) -> bool:
+    """Return whether the worker has more below its device than on it, as far as ways were priced:
+    it may load that."""
+    return any(
+        way.worker is decision.worker and way.cached_tokens > decision.cached_tokens
+        for way in decision.alternatives
     )
 
 

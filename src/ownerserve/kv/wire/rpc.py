@@ -51,12 +51,14 @@ class Admit(msgspec.Struct, frozen=True, tag="admit", omit_defaults=True):
     """Admit answers `Probe`: the turn may come, behind so many tokens of prefill.
 
     Of the session that was named, `resident_tokens` from its beginning are on the device, and
-    `restorable_tokens` can be brought from a tier below; None: nobody can say.
+    `restorable_tokens` can be brought from a tier below; from `planned_tokens` on the worker would
+    compute a turn now, by its own prices. None: nobody can say.
     """
 
     ahead_prefill_tokens: int
     resident_tokens: int | None = None
     restorable_tokens: int | None = None
+    planned_tokens: int | None = None
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject"):

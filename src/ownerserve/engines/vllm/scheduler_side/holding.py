@@ -29,12 +29,15 @@ from ownerserve.engines.vllm.scheduler_side.in_pool import InPool, PoolEvents, P
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit, Tier
-from ownerserve.kv.wire.rpc import Admit, PageIs, RpcAnswer
-from ownerserve.node.ownership.inventory import Inventory, Residency
+from ownerserve.kv.wire.rpc import Admit, PageIs, Probe, RpcAnswer
+from ownerserve.node.ownership.inventory import BELOW, Inventory, Residency
+from ownerserve.node.restore.foretelling import planned_tokens
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import Forget, Locate, Located, RecordsLost, Remember
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import RecordNames, Tip
+from ownerserve.plan.cost.prices import Prices
+from ownerserve.plan.restore import Planner
 from ownerserve.store.disk.snapshot import StoreSnapshot
 
 log = logging.getLogger("vllm.ownerserve")
@@ -63,6 +66,7 @@ class Holding:
         self._shards = Shards(directories)
         self._events: PoolEvents = deque()
         self._in_pool: InPool | None = None
+        self._planning: tuple[Planner, Prices] | None = None
         self._journal: Journal | None = Journal(journal)
         self._inbox: SimpleQueue[Chore | None] = SimpleQueue()
         found = self._journal.found
@@ -93,6 +97,10 @@ class Holding:
         """Go on under `names`; nothing from before is found under them or known to a later life."""
         self._tell(lambda: self._rename(names))
 
+    def plans(self, planner: Planner, prices: Prices) -> None:
+        """Tell that restores are planned by `planner`, at these prices from now on."""
+        self._planning = planner, prices
+
     def watch(self, shape: StateShape) -> PoolWatch:
         """Make what notes on the scheduler's thread what sessions have in vLLM's pool; `watches`
         follows."""
@@ -121,11 +129,11 @@ class Holding:
         self._tell(lambda: self._say(after, unit, answer))
         return answer
 
-    def admitted(self, admit: Admit, session_id: SessionId) -> Future[RpcAnswer]:
-        """Ask to have it told with `admit` what is here of the session; the thread answers the
-        future."""
+    def admitted(self, admit: Admit, asked: Probe) -> Future[RpcAnswer]:
+        """Ask to have it told with `admit` what is here of the session that is asked about, and
+        what a turn would do with that; the thread answers the future."""
         answer: Future[RpcAnswer] = Future()
-        self._tell(lambda: self._say_held(admit, session_id, answer))
+        self._tell(lambda: self._say_held(admit, asked, answer))
         return answer
 
     # -- the thread ----------------------------------------------------------------------------
@@ -213,16 +221,23 @@ class Holding:
             page = self.inventory.page(after, incarnation=unit.incarnation)
             answer.set_result(PageIs(msgspec.structs.replace(page, rank=unit.dp_rank)))
 
-    def _say_held(self, admit: Admit, session_id: SessionId, answer: Future[RpcAnswer]) -> None:
-        if answer.set_running_or_notify_cancel():
-            self._look_at_the_pool()
-            held = msgspec.structs.replace(
-                admit, restorable_tokens=self._residency.restorable(session_id)
+    def _say_held(self, admit: Admit, asked: Probe, answer: Future[RpcAnswer]) -> None:
+        session_id = asked.session_id
+        if session_id is None or not answer.set_running_or_notify_cancel():
+            return
+        self._look_at_the_pool()
+        restorable = self._residency.restorable(session_id)
+        resident = self.inventory.tokens(session_id, Tier.DEVICE) if self._in_pool else None
+        planned = None
+        if self._planning is not None and None not in (resident, restorable):
+            stored = {tier: self.inventory.tokens(session_id, tier) for tier in BELOW}
+            planned = planned_tokens(
+                *self._planning, tokens=asked.wanted.tokens, resident=resident or 0, stored=stored
             )
-            if self._in_pool is not None:
-                resident = self.inventory.tokens(session_id, Tier.DEVICE)
-                held = msgspec.structs.replace(held, resident_tokens=resident)
-            answer.set_result(held)
+        held = msgspec.structs.replace(
+            admit, resident_tokens=resident, restorable_tokens=restorable, planned_tokens=planned
+        )
+        answer.set_result(held)
 
 
 class Shards:

@@ -189,9 +189,8 @@ class NodeRpcHandler:
         if isinstance(request, ListHeld):
             return self._holding.page(request.after, self._unit)
         answer = self._answer(request)
-        session_id = request.session_id if isinstance(request, Probe) else None
-        if isinstance(answer, Admit) and session_id is not None:
-            return self._holding.admitted(answer, session_id)
+        if isinstance(answer, Admit) and isinstance(request, Probe) and request.session_id:
+            return self._holding.admitted(answer, request)
         future: Future[RpcAnswer] = Future()
         future.set_result(answer)
         return future
