@@ -63,7 +63,7 @@ def test_it_announces_itself_serves_and_leaves(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert output.startswith(f"gateway {data_url}  admin {admin_url}  0 of 1 workers up")
+    assert f"gateway {data_url}  admin {admin_url}  0 of 1 workers up" in output
     assert "Traceback" not in output
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 import uvloop
@@ -19,6 +22,7 @@ from ownerserve.gateway.admin import admin_server
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker, read_key
 from ownerserve.gateway.http.door import raise_descriptor_limit
+from ownerserve.gateway.logs import LEVELS, LogFormat, set_up, tell
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.listening import ADMIN, GATEWAY, LOOPBACK
 from ownerserve.kv.units import MIB
@@ -26,6 +30,54 @@ from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import ROUTING_POLICIES, make_policy
 from ownerserve.router.settings import DEFAULTS
 from ownerserve.router.worker import DEFAULT_SPEED, Speed
+
+F = TypeVar("F", bound=Callable[..., Any])
+_LOG = "ownerserve.gateway.log"
+"""Where a command's context has the options of its log."""
+
+
+def log_options(command: F) -> F:
+    """Give a command the options of its log, which are in its context (`set_up_log`)."""
+
+    def keep(ctx: click.Context, option: click.Parameter, value: object) -> None:
+        ctx.meta.setdefault(_LOG, {})[option.name] = value
+
+    for option in (
+        click.option(
+            "--access-log",
+            is_flag=True,
+            expose_value=False,
+            callback=keep,
+            help="A log line for each turn, at level info: session, worker, reason, tokens, times.",
+        ),
+        click.option(
+            "--log-level",
+            type=click.Choice(LEVELS),
+            default="info",
+            show_default=True,
+            expose_value=False,
+            callback=keep,
+            help="The least that the log has of what happens to workers, directory and turns.",
+        ),
+        click.option(
+            "--log-format",
+            type=click.Choice([form.value for form in LogFormat]),
+            default=LogFormat.TEXT.value,
+            show_default=True,
+            expose_value=False,
+            callback=keep,
+            help="How it is written to stderr: a line, or a JSON object a line.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _set_up_log() -> bool:
+    """Send this process's log where and as its options say; return whether it has turns."""
+    said = click.get_current_context().meta[_LOG]
+    set_up(LogFormat(said["log_format"]), said["log_level"])
+    return bool(said["access_log"])
 
 
 def _policies() -> str:
@@ -177,6 +229,7 @@ def _policies() -> str:
     metavar="SECONDS",
     help="The same for an answer that is not streamed, which comes with its last token.",
 )
+@log_options
 @click.option(
     "--drain-timeout",
     "drain_timeout_s",
@@ -248,7 +301,8 @@ def command(
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
     shared = None if directory is None else opener_of(directory, key)()
-    uvloop.run(_serve(replace(config, **timeouts), shared, ready_file))
+    config = replace(config, access_log=_set_up_log(), **timeouts)
+    uvloop.run(_serve(config, shared, ready_file))
 
 
 def _key(path: Path | None, option: str) -> str | None:
@@ -302,6 +356,7 @@ def _announce(gateway: Gateway, admin_port: int, ready_file: Path | None) -> Non
     click.echo(
         f"gateway {data_url}  admin {admin_url}  {up} of {len(gateway.turns.pools)} workers up"
     )
+    tell(logging.INFO, "started", data=data_url, admin=admin_url, policy=config.policy, up=up)
     if ready_file is not None:
         part = ready_file.with_name(ready_file.name + ".part")
         part.write_text(f"{data_url}\n{admin_url}\n")

@@ -6,6 +6,7 @@
 | workers | what is asked of each worker beside its turns: probes, inventories, places, releases |
 | asking | who asks, read from a request before any decision; look-ups of owners in the directory |
 | stamps | what heads say of a turn, up and down |
+| logs | the log: workers, directory, turns |
 | exchange | one request's life as phases |
 | turns | what an exchange asks at each step: the router's state, admission, places; counters |
 | service | the process: listener, probes, drain |

@@ -244,5 +244,5 @@ def admin_server(gateway: Gateway) -> tuple[AdminServer, socket.socket]:
     app: ASGIApp = admin_app(gateway)
     if config.admin_key is not None:
         app = Keyed(app, config.admin_key)
-    serving = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+    serving = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
     return AdminServer(serving), listener

@@ -47,6 +47,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: float = 75.0
     """A kept connection without a request is closed after this."""
     drain_timeout_s: float = 30.0
+    access_log: bool = False
+    """Whether the log has a line for each turn."""
     health_interval_s: float = 1.0
     health_timeout_s: float = 3.0
     decisions_kept: int = 1000

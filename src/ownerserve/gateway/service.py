@@ -20,6 +20,7 @@ from ownerserve.gateway.http.client import ClientConnection, HttpRequest
 from ownerserve.gateway.http.door import Door
 from ownerserve.gateway.http.model_list import Models, union
 from ownerserve.gateway.http.replies import Rejected
+from ownerserve.gateway.logs import DirectoryLog, tell
 from ownerserve.gateway.turns import Turns
 from ownerserve.gateway.workers.health import HealthMonitor, News
 from ownerserve.gateway.workers.inventory import InventoryReader
@@ -166,6 +167,7 @@ class Gateway:
     async def drain(self) -> None:
         """Take no more; wait for what is live, at most `drain_timeout_s`; then close all."""
         self.draining = True
+        tell(logging.INFO, "draining", live=self.state.live)
         self.state.handle(Drain(), self.now())
         self.turns.admission.let_all_in(self.now())
         assert self.door is not None
@@ -173,6 +175,7 @@ class Gateway:
         deadline_s = self.now() + self.config.drain_timeout_s
         while self.state.live and self.now() < deadline_s:
             await asyncio.sleep(0.02)
+        tell(logging.INFO, "drained", live=self.state.live)
         await self.stop()
 
     async def stop(self) -> None:
@@ -194,8 +197,11 @@ class Gateway:
 
     def _heard(self, event: News) -> None:
         self.state.handle(event, self.now())
+        worker_log = self.turns.worker_log
         match event:
             case WorkerUp(worker, dp_rank, incarnation):
+                served = ",".join(sorted(self.monitors[worker].models)) or None
+                worker_log.up(worker, models=served, life=incarnation, dp_rank=dp_rank)
                 self.inventories[worker].call()
                 stated = self.monitors[worker].stated
                 if incarnation is not None:
@@ -204,6 +210,7 @@ class Gateway:
                 rpc = None if stated is None else stated.profile.rpc
                 self.turns.lines.learn(worker, self.turns.pools[worker].address.host, rpc)
             case WorkerDown(worker, why):
+                worker_log.down(worker, why=why.value, cause=self.monitors[worker].cause)
                 self.turns.worker_names.down(worker)
                 self.turns.lines.learn(worker, self.turns.pools[worker].address.host, None)
                 self.turns.pools[worker].close_idle()
@@ -235,10 +242,13 @@ class Gateway:
 
     async def _tidy(self) -> None:
         """Give the memory of bodies that are gone back to the system; make room while the house is
-        full."""
+        full; tell what became of the directory."""
+        directory_log = DirectoryLog()
         while True:
             await asyncio.sleep(TIDY_INTERVAL_S)
             self.bodies.tidy()
+            if self.turns.finder is not None:
+                directory_log.look(self.turns.finder.answers)
             if self.door is None or not self.door.is_shut:
                 continue
             for client in list(self.clients):

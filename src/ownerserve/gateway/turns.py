@@ -31,6 +31,7 @@ from ownerserve.gateway.http.door import descriptor_limit, share_of
 from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.upstream import IDLE_MAX, WorkerPool
+from ownerserve.gateway.logs import AccessLog, WorkerLog
 from ownerserve.gateway.stamps import (
     PromptOutcome,
     Stamp,
@@ -65,6 +66,7 @@ from ownerserve.router.messages import (
     Claimed,
     Dispatch,
     Done,
+    Down,
     Failed,
     Failure,
     FirstByte,
@@ -213,6 +215,8 @@ class Turns:
         self.finder = None
         if directory is not None:
             self.finder = SessionFinder(directory, self.worker_names, tell=self.told)
+        self.worker_log = WorkerLog()
+        self._access = AccessLog() if config.access_log else None
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
         self.lines = WorkerLines(key=config.fleet_key)
         self.places = Places(self.lines)
@@ -271,6 +275,18 @@ class Turns:
         event = asked.arrive if lost is None else self._end_of(lost)
         outcome = self.state.handle(event, self.now())
         self.observer.decided(request_id, asked.identity, outcome)
+        if lost is not None and not lost.dispatch.decision.worker.up:
+            self.worker_log.down(
+                lost.dispatch.worker, why=Down.UNREACHABLE, cause="a turn's connection failed"
+            )
+        if self._access is not None:
+            self._access.decided(
+                request_id,
+                outcome,
+                session=asked.arrive.session,
+                lost=None if lost is None else lost.dispatch.receipt,
+                now_s=self.now(),
+            )
         if isinstance(outcome, Refuse):
             return outcome
         if lost is not None and outcome.reason is DispatchReason.RETRY_UNASKED:
@@ -347,6 +363,8 @@ class Turns:
         answer = answer_of(head.status, stamp)
         self.state.handle(FirstByte(dispatch.receipt, stamp.status, answer), now)
         self.observer.first_byte(now - started_s)
+        if self._access is not None:
+            self._access.began(dispatch.receipt, head.status, now_s=now)
         self._report(dispatch, stamp, now)
         return stamp
 
@@ -374,6 +392,8 @@ class Turns:
         elif isinstance(wanted, AskRelease):
             self.releasing.ask(wanted)
         self.observer.finished(now - started_s, usage)
+        if self._access is not None:
+            self._access.ended(dispatch.receipt, "finished", usage=usage, now_s=now)
         self.observer.compared(dispatch, usage, came)
         self._over(asked, 0 if usage is None else usage.prompt_tokens + usage.output_tokens)
         if asked.identity.final and session is not None:
@@ -395,6 +415,9 @@ class Turns:
             self.observer.pressed("failed", "broken")
         if event is not None:
             self.state.handle(event, self.now())
+            if self._access is not None:
+                end = "broken" if isinstance(event, Broken) else "aborted"
+                self._access.ended(event.receipt, end, usage=None, now_s=self.now())
         self._over(asked, 0)
 
     def _over(self, asked: IdentifiedRequest, tokens: int) -> None:

@@ -156,4 +156,5 @@ class Door:
     def _shut(self) -> None:
         self.is_shut = True
         self.shut_times += 1
+        log.warning("the house is full: %d clients are inside, others wait", self.inside)
         self._loop.remove_reader(self._bound.fileno())

@@ -156,6 +156,8 @@ class HealthMonitor:
         """What it serves; empty: not known, or whatever it is asked for."""
         self.unlearnt: Unlearnt | None = None
         """Why its models could not be learnt: it gets no turn."""
+        self.cause = ""
+        """What was wrong with its last answer to a probe."""
         self._config = config
         self._access = access
         self._tell = tell
@@ -188,17 +190,24 @@ class HealthMonitor:
             if up is not None:
                 self._bad = 0
                 return await self._as_learnt(up)
-        except ConnectionRefusedError:
+            self.cause = "/health says that it is not well"
+        except ConnectionRefusedError as error:
+            self.cause = f"nobody listens there: {error}"
             self._bad = BAD_ANSWERS_UNTIL_DOWN
             self._forget()
             return [WorkerDown(worker, Down.UNREACHABLE)]
         except ssl.SSLError as error:
             self._note((f"tls: {error.reason or error}",))
-        except OSError as error:  # TimeoutError too
+            self.cause = f"tls: {error.reason or error}"
+        except TimeoutError:
+            self.cause = f"no answer in {self._config.health_timeout_s:g} s"
+        except OSError as error:
             if is_ours(error):
                 return []
+            self.cause = f"{type(error).__name__}: {error}"
         except Exception:  # a task's root: what can't be read is a bad answer, and it is probed on
             log.exception("worker %s: its answer to a probe ended in a fault", worker)
+            self.cause = "its answer can't be read"
         self._bad += 1
         if self._bad < BAD_ANSWERS_UNTIL_DOWN:
             return []
@@ -255,12 +264,14 @@ class HealthMonitor:
             await self._list()
         self._life = up.life
         if self.unlearnt is not None and not (assigned or up.models):
+            self.cause = self.unlearnt.why
             return [WorkerDown(worker, Down.MODELS_UNKNOWN)]
         self.unlearnt = None
         names = assigned or tuple(self.models) or ("",)
         profile = replace(up.profile, model=names[0], adapters=frozenset(names[1:]))
         news: list[News] = []
         if self._rank not in (None, up.rank):
+            self.cause = f"rank {self._rank} is rank {up.rank} now"
             news.append(WorkerDown(worker, Down.ANOTHER_RANK))
         self._rank = up.rank
         news.append(WorkerUp(worker, up.rank, up.life, profile))
