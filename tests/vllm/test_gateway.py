@@ -13,6 +13,7 @@ import pytest
 
 from ownerserve.kv.wire.headers import read_answer_line
 from ownerserve.kv.wire.status import read_status
+from tests.gateway.test_tenants import ACME, FILE, GLOBEX, PARTNER, written
 from tests.support.vllm import connectors, tiny
 from tests.support.vllm.installed import distribution
 from tests.support.vllm.rig import Rig
@@ -111,6 +112,9 @@ def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Pa
             [decided] = httpx.get(f"{admin}/decisions?last=1", timeout=30).json()["decisions"]
             assert counter(admin, 'ownerserve_places_total{outcome="admitted"}') >= 1
         what_is_held_is_answered(server.url, decided["session"])
+        keys = written(tmp_path, FILE)
+        with gateway([server.url], tmp_path / "tenants", "--tenants-file", str(keys)) as (url, _):
+            tenants_are_parted(url, server.url)
 
 
 def what_came_of_prompts_is_heard(url: str, admin: str) -> None:
@@ -126,6 +130,31 @@ def what_came_of_prompts_is_heard(url: str, admin: str) -> None:
     streamed(url, prompt, cache_salt="its state is another's")
     assert counter(admin, "ownerserve_reseeds_total") == 1
     assert counter(admin, "ownerserve_lost_tokens_total") >= blocks[2]
+
+
+def tenants_are_parted(url: str, worker: str) -> None:
+    """In each dialect, by vLLM's own count of prompt tokens that it found: on its device, and by
+    the connector."""
+    text = "Rivers run to the sea, and seas to the sky. " * 12
+    said = [{"role": "user", "content": text}]
+    dialects: dict[str, dict[str, object]] = {
+        "chat/completions": {"messages": said},
+        "completions": {"prompt": "once " + text},
+        "responses": {"input": "twice " + text},
+        "messages": {"messages": said, "system": "thrice"},
+    }
+    names = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
+    for path, more in dialects.items():
+        size = "max_output_tokens" if path == "responses" else "max_tokens"
+        body = {"model": "tiny", size: 4, "temperature": 0.0, **more}
+        found = []
+        for key in (ACME, GLOBEX, ACME, PARTNER):
+            before = sum(counter(worker, name) for name in names)
+            headers = {"x-api-key": key}
+            answer = httpx.post(f"{url}/v1/{path}", json=body, headers=headers, timeout=120)
+            assert answer.status_code == 200, (path, answer.text)
+            found.append(sum(counter(worker, name) for name in names) - before)
+        assert found[:2] == [0, 0] and found[2] == found[3] >= 256, (path, found)
 
 
 def what_is_held_is_answered(url: str, session: str) -> None:

@@ -24,6 +24,7 @@ from ownerserve.gateway.http.access import parse_worker, read_key
 from ownerserve.gateway.http.door import raise_descriptor_limit
 from ownerserve.gateway.logs import LEVELS, LogFormat, set_up, tell
 from ownerserve.gateway.service import Gateway
+from ownerserve.gateway.tenants import read_tenants
 from ownerserve.kv.listening import ADMIN, GATEWAY, LOOPBACK
 from ownerserve.kv.units import MIB
 from ownerserve.router.admission import SeatSettings
@@ -110,7 +111,8 @@ def _policies() -> str:
     "--worker-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The key that the workers want, alone in a file. It goes with probes and turns in place of"
-    " the client's own, which then only tells tenants apart: keep the gateway's port private.",
+    " the client's own, which is this gateway's to judge (--tenants-file), or only tells tenants"
+    " apart.",
 )
 @click.option(
     "--worker-ca-file",
@@ -169,7 +171,7 @@ def _policies() -> str:
     "--host",
     default=LOOPBACK,
     show_default=True,
-    help="Address of the data port; off loopback it needs --allow-remote.",
+    help="Address of the data port; off loopback it needs --tenants-file or --allow-remote.",
 )
 @click.option(
     "--port",
@@ -177,6 +179,12 @@ def _policies() -> str:
     default=GATEWAY.port,
     show_default=True,
     help="Data port; 0 takes a free one.",
+)
+@click.option(
+    "--tenants-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Who is let in, by key, and whose cached state is kept apart (docs/gateway.md). Without it"
+    " anybody is, and all share.",
 )
 @click.option(
     "--allow-remote",
@@ -255,15 +263,11 @@ def command(
     hot_ms: float,
     cool_s: float,
     seats: float | None,
-    host: str,
-    port: int,
-    allow_remote: bool,  # noqa: FBT001 - a flag of the command line
-    admin_host: str,
-    admin_port: int,
+    tenants_file: Path | None,
     admin_key_file: Path | None,
     body_memory_mib: int,
     ready_file: Path | None,
-    **timeouts: float,
+    **same: Any,
 ) -> None:
     """Route OpenAI and Anthropic requests to workers, each session to where its state lies.
 
@@ -280,17 +284,13 @@ def command(
     curl localhost:8900/decisions?last=5            where requests went, why, at which prices
     curl localhost:8900/metrics                     Prometheus
     """
-    check_host(host)
-    check_host(admin_host, field="--admin-host")
+    check_host(same["host"])
+    check_host(same["admin_host"], field="--admin-host")
     key = fleet_key(curve_key_file)
     config = Config(
         workers=tuple(parse_worker(url) for url in workers),
         policy=policy,
-        host=host,
-        port=port,
-        allow_remote=allow_remote,
-        admin_host=admin_host,
-        admin_port=admin_port,
+        tenants=None if tenants_file is None else read_tenants(tenants_file),
         admin_key=_key(admin_key_file, "--admin-key-file"),
         bodies_max_bytes=body_memory_mib * MIB,
         settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
@@ -301,7 +301,7 @@ def command(
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
     shared = None if directory is None else opener_of(directory, key)()
-    config = replace(config, access_log=_set_up_log(), **timeouts)
+    config = replace(config, access_log=_set_up_log(), **same)
     uvloop.run(_serve(config, shared, ready_file))
 
 

@@ -46,10 +46,11 @@ from ownerserve.router.requests.body import (
     NO_FIELDS,
     BodyFields,
     Prompt,
-    Span,
+    Said,
     check_as_engines_read,
     place_of_prompt,
     scan,
+    spliced,
 )
 from ownerserve.router.requests.identity import (
     ANONYMOUS,
@@ -83,15 +84,22 @@ class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
     group: str | None = None
     prompt: Prompt = Prompt.ELSEWHERE
     """Where the prompt's text is; looked up as the body is let go."""
+    salt: str | None = None
+    """What the body is to say as `cache_salt`, whatever it says; None: what it says."""
 
     def without_body(self) -> IdentifiedRequest:
         """Return the request without its body's bytes, but with what they say of the prompt."""
         return structs.replace(self, fields=NO_FIELDS, prompt=place_of_prompt(self.fields))
 
-    @property
-    def said(self) -> Span | None:
-        """The bytes where the body itself has a `session_id`; None when it has none."""
-        return self.fields.spans.get("session_id")
+    def body_for(self, body: bytes, session_id: str | None) -> bytes:
+        """Return the body as a worker gets it: under the tenant's salt, and with `session_id`, the
+        gateway's, where it says one itself."""
+        spans, saids = self.fields.spans, []
+        if session_id is not None and "session_id" in spans:
+            saids.append(Said("session_id", spans["session_id"], session_id))
+        if self.salt is not None:
+            saids.append(Said("cache_salt", spans.get("cache_salt"), self.salt))
+        return spliced(body, *saids) if saids else body
 
     def alias(self, response_id: str) -> SessionId:
         """Return the name by which a later turn may ask for this one's session."""
@@ -139,7 +147,8 @@ class Asking:
     def _read(self, request: HttpRequest) -> IdentifiedRequest:
         """Read as `read` does. Raises InvalidInput for a field that can't be read."""
         body, head = request.body, request.head
-        scope, model = Scope(head.tenant, self._only_model or ""), None
+        tenant = head.caller.tenant
+        scope, model = Scope(tenant, self._only_model or ""), None
         if not body:
             return IdentifiedRequest(ANONYMOUS, Arrive(None, 0), scope)
         identity = self._resolved(identify(head.special, NO_FIELDS, scope=scope))
@@ -147,7 +156,7 @@ class Asking:
         fields = _fields(head, body, is_named=is_named)
         if self.serves_many:
             model = fields.text("model")
-            scope = Scope(head.tenant, model or "")
+            scope = Scope(tenant, model or "")
         if not is_named or self.serves_many:
             identity = self._resolved(identify(head.special, fields, scope=scope))
         shared_bytes, named_parent = 0, identity.parent
@@ -167,6 +176,7 @@ class Asking:
             named_parent,
             fields,
             self._group(identity, head, scope),
+            salt=_salt(head, fields),
         )
 
     def _group(self, identity: SessionIdentity, head: RequestHead, scope: Scope) -> str | None:
@@ -231,6 +241,12 @@ def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
         )
     is_json = special.get(b"content-type", b"").lower().startswith(b"application/json")
     if not (is_json or body.lstrip()[:1] == b"{"):
+        if head.caller.salting is not None:
+            raise Rejected(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                "unsalted",
+                "body: only JSON can be kept apart from other tenants'; send one JSON object",
+            )
         return NO_FIELDS
     try:
         return scan(body)
@@ -239,6 +255,13 @@ def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
             raise
         check_as_engines_read(body)
         return NO_FIELDS
+
+
+def _salt(head: RequestHead, fields: BodyFields) -> str | None:
+    """Return the salt under which the tenant's prompt is to be kept; None for a caller without
+    one. A client's own parts it further."""
+    salting = head.caller.salting
+    return None if salting is None else salting.salt(fields.text("cache_salt") or "")
 
 
 # ---- who owns it, asked of the directory

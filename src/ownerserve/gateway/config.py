@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 
 from ownerserve.gateway.http.access import CREDENTIALS, Address
+from ownerserve.gateway.http.callers import KeyedCallers
 from ownerserve.gateway.http.client import ClientLimits
+from ownerserve.gateway.http.heads import ANYBODY
 from ownerserve.kv.listening import LOOPBACK, Protection
 from ownerserve.kv.units import KIB, MIB
 from ownerserve.kv.wire.curve import FleetKey
@@ -24,6 +26,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     host: str = LOOPBACK
     port: int = 0
     """0 takes a free one."""
+    tenants: KeyedCallers | None = None
+    """Callers who are let in, and whose state is kept apart; None: anybody is, and all share."""
     allow_remote: bool = False
     """Something else asks clients for keys, before this gateway: the operator vouches for it."""
     admin_host: str = LOOPBACK
@@ -73,12 +77,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             head_timeout_s=self.head_timeout_s,
             body_timeout_s=self.body_timeout_s,
             idle_timeout_s=self.idle_timeout_s,
-            replaced=frozenset() if self.worker_key is None else CREDENTIALS,
+            replaced=CREDENTIALS if self.worker_key or self.tenants else frozenset(),
+            callers=ANYBODY if self.tenants is None else self.tenants,
         )
 
     @property
     def protection(self) -> Protection:
         """What is asked of clients."""
+        if self.tenants is not None:
+            return Protection.KEYED
         return Protection.VOUCHED if self.allow_remote else Protection.OPEN
 
     @property

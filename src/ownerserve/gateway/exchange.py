@@ -62,7 +62,7 @@ from ownerserve.kv.wire.rpc import Reject
 from ownerserve.router.admission import Go, Ticket
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Aborted, Broken, Dispatch, Failure, Refuse
-from ownerserve.router.requests.body import TAIL_BYTES, scan_response_id, with_text
+from ownerserve.router.requests.body import TAIL_BYTES, scan_response_id
 
 log = logging.getLogger("ownerserve.gateway")
 
@@ -309,8 +309,7 @@ class Exchange:
             line = structs.replace(line, reservation=place.number)
         elif attempt.is_judged and is_direct_append(route.dispatch):
             line = structs.replace(line, judged=True)
-        if asked.said is not None and line.name is not None:
-            body = with_text(body, asked.said, session_id_of(line))
+        body = asked.body_for(body, None if line.name is None else session_id_of(line))
         sent = head.to_worker(self.request_id, len(body), orders=route.head_lines(line))
         self.phase = awaiting = AwaitingHead(attempt, place, upstream)
         patience_s = self.turns.patience_s(asked)

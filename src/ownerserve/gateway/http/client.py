@@ -24,7 +24,8 @@ import httptools
 import msgspec
 
 from ownerserve.gateway.http.bodies import BodyBudget, HeldBody
-from ownerserve.gateway.http.heads import Header, RequestHead, read_request_head
+from ownerserve.gateway.http.callers import Callers
+from ownerserve.gateway.http.heads import HEALTH, Header, RequestHead, read_request_head
 from ownerserve.gateway.http.model_list import Models, model_answer
 from ownerserve.gateway.http.replies import Rejected, error_reply, fault, refused, reply
 from ownerserve.router.messages import Refusal
@@ -43,8 +44,8 @@ class HttpRequest(msgspec.Struct, frozen=True):
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits say what a client may send, how long it may take, and which of its headers go no
-    further."""
+    """The limits say who is let in, what a client may send, how long it may take, and which of its
+    headers go no further."""
 
     head_max_bytes: int
     body_max_bytes: int
@@ -52,6 +53,7 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout_s: float
     idle_timeout_s: float
     replaced: Set[bytes]
+    callers: Callers
 
 
 class RequestReader:
@@ -64,6 +66,7 @@ class RequestReader:
         self._head_max_bytes = limits.head_max_bytes
         self._body_max_bytes = limits.body_max_bytes
         self._replaced = limits.replaced
+        self._callers = limits.callers
         self._parser = httptools.HttpRequestParser(self)
         self._items: list[HttpRequest | Rejected] = []
         self._url = b""
@@ -174,6 +177,7 @@ class RequestReader:
             b"1.1" if version == "1.1" else version.encode(),
             headers=self._headers,
             replaced=self._replaced,
+            callers=self._callers,
         )
         if head.bytes_held > self._head_max_bytes:
             raise self._head_too_large()
@@ -388,7 +392,7 @@ class ClientConnection(asyncio.Protocol):
                 and not self._gateway.draining
             )
             self.connection_line = b"" if keeps else _CLOSE_LINE
-            if head.target == b"/health":
+            if head.target == HEALTH:
                 item.held.let_go()
                 self._answer_health()
                 continue

@@ -13,6 +13,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from ownerserve.gateway.http.callers import Anybody, Caller, Callers
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.routes import check_route
 from ownerserve.kv.wire.headers import (
@@ -29,7 +30,7 @@ from ownerserve.kv.wire.headers import (
     TURN_HEADER,
     WORKER_HEADER,
 )
-from ownerserve.router.requests.identity import IDENTITY_HEADERS, tenant_of
+from ownerserve.router.requests.identity import IDENTITY_HEADERS
 
 _PREFIX = PREFIX.encode()
 Header = tuple[bytes, bytes]
@@ -84,6 +85,9 @@ _ANSWER_LINE = ANSWER_HEADER.encode()
 """For gateways alone: it names units and epochs."""
 _EVENTS = b"text/event-stream"
 _REQUEST_ID_MAX = 128
+HEALTH = b"/health"
+"""What load balancers ask, without a key."""
+ANYBODY = Anybody()
 
 
 class RequestHead(msgspec.Struct, frozen=True):
@@ -95,17 +99,12 @@ class RequestHead(msgspec.Struct, frozen=True):
     version: bytes
     lines: bytes
     special: dict[bytes, bytes]
+    caller: Caller
 
     @property
     def bytes_held(self) -> int:
         """`bytes_held` counts what the head takes in memory."""
         return len(self.target) + len(self.lines)
-
-    @property
-    def tenant(self) -> str:
-        """`tenant` names whose request it is, by its key."""
-        special = self.special
-        return tenant_of(special.get(b"authorization") or special.get(b"x-api-key"))
 
     @property
     def request_id(self) -> bytes | None:
@@ -137,18 +136,50 @@ def read_request_head(
     *,
     headers: list[Header],
     replaced: Set[bytes] = frozenset(),
+    callers: Callers = ANYBODY,
 ) -> RequestHead:
     """Sort a client's headers; the `replaced` ones are looked at and go no further. Raises Rejected
-    for a head that two readers could read differently.
+    for who is no caller, and for a head that two readers could read differently.
 
     The parser has already refused Transfer-Encoding beside Content-Length, doubled lengths,
     folded lines and bare line feeds.
     """
-    check_route(method, target)
+    if target == HEALTH:
+        callers = ANYBODY
     if version not in (b"1.1", b"1.0"):
         raise Rejected(
             HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "version", "version: speak HTTP/1.1 or 1.0"
         )
+    lines, special = _sorted(headers, replaced)
+    caller = callers.of(special)
+    check_route(method, target)
+    if special.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+        raise Rejected(
+            HTTPStatus.NOT_IMPLEMENTED,
+            "transfer_encoding",
+            "transfer-encoding: only chunked is understood; send the body plain or chunked",
+        )
+    if b"upgrade" in special:  # what follows such a head may be no HTTP
+        raise Rejected(HTTPStatus.BAD_REQUEST, "upgrade", "upgrade: is not served; leave it out")
+    if b"host" not in special:
+        if version != b"1.0":
+            raise Rejected(HTTPStatus.BAD_REQUEST, "no_host", "host: is missing; send it")
+        lines.append(b"host: ownerserve\r\n")
+    nominated = special.get(b"connection")
+    if nominated is not None and nominated.lower() not in (b"keep-alive", b"close"):
+        lines = _without(lines, nominated)
+    return RequestHead(
+        method=method,
+        target=target,
+        version=version,
+        lines=b"".join(lines),
+        special=special,
+        caller=caller,
+    )
+
+
+def _sorted(headers: list[Header], replaced: Set[bytes]) -> tuple[list[bytes], dict[bytes, bytes]]:
+    """Return the lines that go on, in four pieces each, and the headers that are looked at."""
     lines: list[bytes] = []
     special: dict[bytes, bytes] = {}
     for name, value in headers:
@@ -166,24 +197,7 @@ def read_request_head(
         if key.startswith(_PREFIX):
             continue  # whatever it says: between gateways and workers alone
         lines += (name, b": ", value, b"\r\n")
-    if special.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
-        raise Rejected(
-            HTTPStatus.NOT_IMPLEMENTED,
-            "transfer_encoding",
-            "transfer-encoding: only chunked is understood; send the body plain or chunked",
-        )
-    if b"upgrade" in special:  # what follows such a head may be no HTTP
-        raise Rejected(HTTPStatus.BAD_REQUEST, "upgrade", "upgrade: is not served; leave it out")
-    if b"host" not in special:
-        if version != b"1.0":
-            raise Rejected(HTTPStatus.BAD_REQUEST, "no_host", "host: is missing; send it")
-        lines.append(b"host: ownerserve\r\n")
-    nominated = special.get(b"connection")
-    if nominated is not None and nominated.lower() not in (b"keep-alive", b"close"):
-        lines = _without(lines, nominated)
-    return RequestHead(
-        method=method, target=target, version=version, lines=b"".join(lines), special=special
-    )
+    return lines, special
 
 
 def _without(lines: list[bytes], nominated: bytes) -> list[bytes]:

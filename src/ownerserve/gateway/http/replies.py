@@ -117,6 +117,13 @@ def reply(
     return b"HTTP/1.1 %d %b\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n" % (
         status,
         status.phrase.encode(),
-        b"retry-after: %d\r\n" % retry_after_s if status in _TOLD_WHEN else b"",
+        _line_of(status, retry_after_s),
         len(body),
     ) + b"x-request-id: %b\r\nconnection: %b\r\n\r\n%b" % (request_id, connection, body)
+
+
+def _line_of(status: HTTPStatus, retry_after_s: int) -> bytes:
+    """Return what an answer of this status says beside its body."""
+    if status is HTTPStatus.UNAUTHORIZED:
+        return b"www-authenticate: Bearer\r\n"
+    return b"retry-after: %d\r\n" % retry_after_s if status in _TOLD_WHEN else b""

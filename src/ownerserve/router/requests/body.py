@@ -40,6 +40,7 @@ PROMPT_KEYS = frozenset({"conversation", "previous_response_id", "prompt_embeds"
 
 CONTROL_KEYS = PROMPT_KEYS | frozenset(
     {
+        "cache_salt",
         "metadata",
         "model",
         "prompt_cache_key",
@@ -132,7 +133,8 @@ def scan(body: bytes) -> BodyFields:
 def check_as_engines_read(body: bytes) -> None:
     """Look at a body that `scan` refuses as lenient engines read it: half of a surrogate pair, in a
     text that was cut, is no JSON, and they take it. Raises InvalidInput unless it is an object that
-    says nothing twice, no `session_id`, and nothing that is between routers and engines.
+    says nothing twice, no `session_id` or `cache_salt`, and nothing that is between routers and
+    engines.
     """
     pairs: list[tuple[str, object]] = []
 
@@ -147,15 +149,37 @@ def check_as_engines_read(body: bytes) -> None:
     for name in names:
         if names.count(name) > 1:
             raise _doubled(name)
-        if name in INTERNAL_KEYS or name == "session_id":
+        if name in INTERNAL_KEYS or name in ("cache_salt", "session_id"):
             raise InvalidInput(
                 name, "stands in a body that is no JSON", "send JSON, or leave it out"
             )
 
 
-def with_text(body: bytes, span: Span, text: str) -> bytes:
-    """Return the body with `text` (plain ASCII without quotes) as the value at `span`."""
-    return b'%b"%b"%b' % (body[: span.start], text.encode("ascii"), body[span.end :])
+class Said(msgspec.Struct, frozen=True, gc=False):
+    """A body is to say `text` (plain ASCII without quotes) as its field `key`: in place of the
+    value at `span`, or, where that is None, before all others."""
+
+    key: str
+    span: Span | None
+    text: str
+
+
+def spliced(body: bytes, *saids: Said) -> bytes:
+    """Return the body, an object, with what it is to say; every other byte is as it was."""
+    for said in sorted(saids, key=_place_of, reverse=True):  # from the end: offsets stay right
+        text = said.text.encode("ascii")
+        if said.span is not None:
+            body = b'%b"%b"%b' % (body[: said.span.start], text, body[said.span.end :])
+            continue
+        at = body.index(b"{") + 1
+        is_empty = body[_skip_whitespace(body, at)] == _CLOSE
+        comma = b"" if is_empty else b","
+        body = b'%b"%b":"%b"%b%b' % (body[:at], said.key.encode(), text, comma, body[at:])
+    return body
+
+
+def _place_of(said: Said) -> int:
+    return -1 if said.span is None else said.span.start
 
 
 def _walk(

@@ -320,9 +320,10 @@ class ChainPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Known(msgspec.Struct, gc=False):
-    """A known session has its turns so far, how many of them run, its keys in the tables, and its
-    group, whose head has `group_bytes`."""
+    """A known session has its tenant, its turns so far, how many of them run, its keys in the
+    tables, and its group, whose head has `group_bytes`."""
 
+    tenant: str
     turn: int
     running: int
     tips: list[int]
@@ -380,7 +381,7 @@ class ContentChain:
         end = content.start + _start_of(len(hashes) - 1)
         offset = content.end - end
         key = _tip_key(content.data, end, offset, chunk=hashes[-1])
-        tip, at = self._longest_tip(content, hashes)
+        tip, at = self._longest_tip(content, hashes, scope)
         if tip is not None:
             known = self._sessions[tip.session]
             is_same = at == length
@@ -391,12 +392,12 @@ class ContentChain:
                 else:
                     self._end_turn_at(tip.session, key, chunk=hashes[-1], offset=offset)
                 return ChainPlace(tip.session)
-        head = self._longest_chunk(content, hashes)
+        head = self._longest_chunk(hashes, content.root_bytes, scope)
         if tip is not None and (head is None or at + content.root_bytes > head.shared_bytes):
             head = _Head(tip.session, at + content.root_bytes, tip.chunk)
         self._made += 1
         name = scope.name("content", f"{key:016x}", str(self._made))
-        self._begin(name, hashes)
+        self._begin(name, hashes, scope)
         self._end_turn_at(name, key, chunk=hashes[-1], offset=offset)
         if head is None:
             return ChainPlace(name)
@@ -407,9 +408,9 @@ class ContentChain:
         """Take in the first body of a session that has a name, and return which session it begins
         like."""
         hashes = chunk_hashes(content)
-        head = self._longest_chunk(content, hashes)
+        head = self._longest_chunk(hashes, content.root_bytes, scope)
         if name not in self._sessions:
-            self._begin(name, hashes)
+            self._begin(name, hashes, scope)
         if head is None or head.session == name:
             return ChainPlace(name)
         self._join(name, head, scope)
@@ -453,9 +454,16 @@ class ContentChain:
 
     # ---- looking
 
-    def _longest_tip(self, content: Content, hashes: list[int]) -> tuple[_Tip | None, int]:
-        """Return the tip that lies furthest in the body, and at which offset; (None, 0) when none
-        is known."""
+    def _is_of(self, session: SessionId, scope: Scope) -> bool:
+        """Return whether the session is the tenant's. The root of its hashes says so too, but 64
+        bits can be met by who tries to."""
+        return self._sessions[session].tenant == scope.tenant
+
+    def _longest_tip(
+        self, content: Content, hashes: list[int], scope: Scope
+    ) -> tuple[_Tip | None, int]:
+        """Return the tenant's tip that lies furthest in the body, and at which offset; (None, 0)
+        when none is known."""
         marks, data = self._marks, content.data
         for chunk in range(len(hashes) - 1, -1, -1):
             mark = marks.get(hashes[chunk])
@@ -470,17 +478,19 @@ class ContentChain:
                 if begin + offset > content.end:
                     continue
                 tip = self._tips.get(_tip_key(data, begin, offset, chunk=hashes[chunk]))
-                if tip is not None:
+                if tip is not None and self._is_of(tip.session, scope):
                     return tip, at + offset
         return None, 0
 
-    def _longest_chunk(self, content: Content, hashes: list[int]) -> _Head | None:
-        """Return the head shared with the session whose first body is equal for longest; None when
-        there is none."""
+    def _longest_chunk(self, hashes: list[int], root_bytes: int, scope: Scope) -> _Head | None:
+        """Return the head shared with the tenant's session whose first body is equal for longest;
+        None when there is none."""
         for chunk in range(len(hashes) - 1, -1, -1):
             mark = self._marks.get(hashes[chunk])
-            shared = _start_of(chunk) + content.root_bytes
-            if mark is not None and mark.session is not None and shared >= CHUNK_BYTES:
+            shared = _start_of(chunk) + root_bytes
+            if mark is None or mark.session is None or not self._is_of(mark.session, scope):
+                continue
+            if shared >= CHUNK_BYTES:
                 self._touch(mark.session)
                 return _Head(mark.session, shared, hashes[chunk])
         return None
@@ -501,10 +511,10 @@ class ContentChain:
         if like.group is None:
             like.group, like.group_bytes = known.group, known.group_bytes
 
-    def _begin(self, name: SessionId, hashes: list[int]) -> None:
+    def _begin(self, name: SessionId, hashes: list[int], scope: Scope) -> None:
         while len(self._sessions) >= self._limit:
             self.forget(next(iter(self._sessions)))
-        known = self._sessions[name] = _Known(0, 0, [], [])
+        known = self._sessions[name] = _Known(scope.tenant, 0, 0, [], [])
         for chunk in _kept_chunks(len(hashes) - 1):
             mark = self._mark(hashes[chunk])
             if mark.session is None:
@@ -618,7 +628,8 @@ def content_of(body: BodyFields, *, tenant: str) -> Content | None:
     if data[start - 1] not in b'["':
         return None
     before = {name: body.slice(name) for name in _BEFORE_MESSAGES if name in body.content}
-    root, root_bytes = root_of(f"{tenant}/{body.text('model')}", before)
+    scope, salt = f"{tenant}/{body.text('model')}", body.text("cache_salt")
+    root, root_bytes = root_of(f"{scope}/{salt}" if salt else scope, before)
     if data.find(_CACHE_MARKER, start, end) >= 0:
         data = _CACHE_MARKERS.sub(b"", data[start:end])
         start, end = 0, len(data)
