@@ -212,7 +212,12 @@ def walk(
 
 def policy_for(cost: StateCost) -> Branches:
     """The policy as production makes it for the model."""
-    return Branches(PointCost(cost.point, cost.range))
+    return Branches(point_cost(cost))
+
+
+def point_cost(cost: StateCost) -> PointCost:
+    """What a point weighs, as the policy is told of it."""
+    return PointCost(cost.point, cost.range, has_lead=bool(cost.row))
 
 
 def rows_of(trace: Trace, name: str, **options: Callable[[int], bool]) -> Iterator[Row]:
@@ -239,33 +244,39 @@ def fit(trace: Trace) -> None:
     def is_even(session: int) -> bool:
         return session % 2 == 0
 
-    print("even sessions: share, close share, nearest, lead | short %, lost tokens, points/range")
+    print(
+        "even sessions: share, close share, nearest, lead, growth |"
+        " short %, lost tokens, points/range"
+    )
     for model in MODELS:
         cost = state_cost(model)
-        for share, close, nearest, lead in variants():
+        for share, close, nearest, lead, growth in variants():
             branches.SHARE, branches.CLOSE_SHARE = share, close
-            branches.NEAREST_TOKENS = nearest
+            branches.NEAREST_TOKENS, branches.LEAD_TOKENS = nearest, lead
+            branches.GROWTH = growth
             policy = policy_for(cost)
             policy.lead_tokens = lead  # type: ignore[misc]
             got = walk(trace, policy, cost, takes=is_even)
-            spacing = PointCost(cost.point, cost.range).spacing_tokens(cost.block)
+            first = point_cost(cost).first_chunk_end(cost.block)
             print(
-                f"{model:16} {share:5} {close:6} {nearest:5} {lead:5} |"
+                f"{model:16} {share:5} {close:6} {nearest:5} {lead:5} {growth:5} |"
                 f" {100 * got.short_share:5.2f} {got.lost_a_turn:7.1f} {got.written(cost):6.3f}"
-                f"  every {spacing}"
+                f"  first {first}"
             )
 
 
-def variants() -> Iterable[tuple[float, float, int, int]]:
+def variants() -> Iterable[tuple[float, float, int, int, float]]:
     """The constants that `fit` looks at."""
     for share in (0.0, 0.25, 0.5, 1.0):
-        yield share, 0.125, 2048, 256
+        yield share, 0.125, 2048, 256, 1.5
     for close in (0.0, 0.25, 0.5):
-        yield 0.5, close, 2048, 256
+        yield 0.5, close, 2048, 256, 1.5
     for nearest in (1024, 4096):
-        yield 0.5, 0.125, nearest, 256
+        yield 0.5, 0.125, nearest, 256, 1.5
     for lead in (0, 128, 512, 1024):
-        yield 0.5, 0.125, 2048, lead
+        yield 0.5, 0.125, 2048, lead, 1.5
+    for growth in (1.25, 2.0, 1000.0):
+        yield 0.5, 0.125, 2048, 256, growth
 
 
 def main() -> None:

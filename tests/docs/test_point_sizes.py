@@ -13,7 +13,7 @@ from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import read_config
 from ownerserve.kv.specs import Coverage, Role
 from ownerserve.kv.units import format_bytes
-from ownerserve.plan.swa.branches import CHUNK_TOKENS, LEAD_TOKENS, PointCost
+from ownerserve.plan.swa.branches import LEAD_TOKENS, PointCost
 
 ROOT = Path(__file__).parents[2]
 HEAD = (
@@ -37,16 +37,19 @@ def rows() -> Iterator[str]:
         is_plain = path.stem not in WHOLE_PAGES and {s.role for s in points} == {Role.SWA}
         row_bytes = sum(state.entry.payload_bytes for state in points) if is_plain else 0
         turn_end = point + LEAD_TOKENS * row_bytes if is_plain else point
-        spacing = PointCost(point, each).spacing_tokens(BOUNDARY_TOKENS)
-        share = f"{100 * point / (spacing * each):.0f} %" if spacing else "-"
-        if not spacing and each:
-            share = f"({100 * point / (CHUNK_TOKENS * each):.0f} % at 8,192)"
+        cost = PointCost(point, each, has_lead=is_plain)
+        first, even = (
+            cost.first_chunk_end(BOUNDARY_TOKENS),
+            cost.spacing_tokens(BOUNDARY_TOKENS),
+        )
+        share = f"{100 * point / (first * each):.0f} %" if first else "-"
+        instead = f"a point {LEAD_TOKENS} before" if cost.stands_in_for_lead else "no lead"
         cells = (
             path.stem,
             format_bytes(round(each)) if each else "-",
             format_bytes(point),
-            format_bytes(turn_end) if is_plain else "no lead",
-            f"{spacing:,}" if spacing else "none",
+            format_bytes(turn_end) if is_plain else instead,
+            (f"{first:,}" if even else f"{first:,}, growing") if first else "none",
             share,
         )
         yield f"| {' | '.join(cells)} |"

@@ -652,7 +652,7 @@ def test_a_turn_goes_on_from_range_state_that_only_the_engine_has() -> None:
     assert guest.state.resume(TURN, len(PROMPT)) == Restore(160 - B)
 
 
-CHEAP = Branches(PointCost(32, 4.0))
+CHEAP = Branches(PointCost(32, 4.0, has_lead=True))
 """As this model's point weighs beside its range state."""
 BRANCH = [*PROMPT[:120], *range(900, 980)]
 
@@ -700,6 +700,21 @@ def test_chunk_ends_get_points_as_long_as_there_is_room_for_copies() -> None:
     }
     assert points[roomy] == [2048, 4096, 6144, 8192]
     assert points[full] == [2048]
+
+
+def test_where_no_lead_is_kept_a_point_before_a_prompts_end_stands_in_for_it() -> None:
+    """A prompt that leaves out the last 100 tokens goes on there; one of a few new tokens has
+    none."""
+    cost = PointCost(32, 4.0, has_lead=False)
+    guest = Guest(policy=Branches(cost))
+    guest.run(LONG, prompt=600, steps=[600])
+    guest.device.hit = None
+    guest.arrive([*LONG[:500], *range(900, 940)])
+    assert guest.ask(0) == 336
+    short = Guest(policy=Branches(cost))
+    short.arrive(LONG)
+    left = copies(short.handle(Computing(TURN, 176, 600, b"")))
+    assert [at for name, at, _ in left if name == "swa"] == [592]
 
 
 def _step(guest: Guest, prompt: list[int]) -> Computing:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate, pairwise
 from math import inf
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ POLICIES: dict[str, Callable[[], CheckpointPolicy]] = {
     "zero": Zero,
     "turn-end": TurnEnd,
     "adaptive": lambda: Adaptive(V4_PRO),
-    "branches": lambda: Branches(PointCost(5_140_000, 5511.0)),
+    "branches": lambda: Branches(PointCost(5_140_000, 5511.0, has_lead=True)),
 }
 every_policy = pytest.mark.parametrize("name", POLICIES)
 
@@ -98,7 +99,7 @@ def test_turn_end_keeps_what_a_resend_an_extension_and_the_next_turn_hit() -> No
 
 
 def test_branches_keeps_turn_ends_and_where_the_prompt_parts_from_what_is_stored() -> None:
-    policy = Branches(PointCost(5_140_000, 5511.0))
+    policy = Branches(PointCost(5_140_000, 5511.0, has_lead=True))
     assert policy.checkpoints(TurnSpan(0, 1536, 1700, 128, junctions=(700,))) == (
         640,
         1408,
@@ -114,19 +115,47 @@ def test_branches_keeps_turn_ends_and_where_the_prompt_parts_from_what_is_stored
         (4_681_728, 36_864.0, 2048),  # gpt-oss-120b
         (5_140_000, 5511.0, 8192),  # DeepSeek-V4-Pro
         (77_300_000, 24_576.0, 8192),  # Qwen3-Next-80B
-        (435_900_000, 81_920.0, 0),  # Gemma-3-27B: a point costs more than its share
-        (1_000_000, 0.0, 0),  # nothing but windows
     ],
 )
 def test_chunk_ends_are_kept_where_a_point_is_cheap_beside_the_range_state_between_two(
     point_bytes: int, range_bytes_per_token: float, spacing: int
 ) -> None:
-    ends = Branches(PointCost(point_bytes, range_bytes_per_token)).chunk_ends(
-        TurnSpan(5000, 50_000, 60_000, 64)
+    cost = PointCost(point_bytes, range_bytes_per_token, has_lead=True)
+    ends = Branches(cost).chunk_ends(TurnSpan(5000, 50_000, 60_000, 64))
+    assert ends == tuple(range(5000 // spacing * spacing + spacing, 50_000, spacing))
+
+
+def test_chunk_ends_of_dear_points_are_farther_apart_the_deeper_they_are() -> None:
+    gemma_3_27b = Branches(PointCost(435_900_000, 81_920.0, has_lead=True))
+    assert gemma_3_27b.chunk_ends(TurnSpan(0, 50_000, 60_000, 64)) == (
+        8192,
+        12_288,
+        18_432,
+        27_648,
+        41_472,
     )
-    assert ends == (
-        tuple(range(5000 // spacing * spacing + spacing, 50_000, spacing)) if spacing else ()
-    )
+    assert gemma_3_27b.chunk_ends(TurnSpan(12_288, 18_432, 60_000, 64)) == ()
+    assert gemma_3_27b.chunk_ends(TurnSpan(12_288, 18_433, 60_000, 64)) == (18_432,)
+
+
+def test_a_point_that_weighs_more_than_all_before_it_is_no_chunk_end() -> None:
+    command_a = PointCost(805_000_000, 65_536.0, has_lead=True)
+    assert Branches(command_a).chunk_ends(TurnSpan(0, 20_000, 60_000, 64)) == (12_288, 18_432)
+    assert command_a.first_chunk_end(64) == 12_288
+    windows_alone = PointCost(1_000_000, 0.0, has_lead=True)
+    assert Branches(windows_alone).chunk_ends(TurnSpan(0, 50_000, 60_000, 64)) == ()
+    assert windows_alone.first_chunk_end(64) == 0
+
+
+def test_a_cheap_point_before_a_prompts_end_stands_in_for_a_lead() -> None:
+    turn = TurnSpan(0, 1600, 1700, 256)
+    v4_pro = PointCost(5_140_000, 5511.0, has_lead=False)
+    assert Branches(v4_pro).chunk_ends(turn) == (1280,)
+    assert Branches(v4_pro).chunk_ends(TurnSpan(1024, 1600, 1700, 256)) == (1280,)
+    assert Branches(v4_pro).chunk_ends(TurnSpan(1025, 1600, 1700, 256)) == (), "a short turn"
+    led = msgspec.structs.replace(v4_pro, has_lead=True)
+    dear = msgspec.structs.replace(v4_pro, point_bytes=3 * v4_pro.point_bytes)
+    assert Branches(led).chunk_ends(turn) == Branches(dear).chunk_ends(turn) == ()
 
 
 def test_full_is_about_eight_times_the_compressed_kv_on_v4_pro() -> None:

@@ -53,7 +53,7 @@ from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.operations import Operations
-from ownerserve.node.vocabulary.records import RecordNames, descriptors
+from ownerserve.node.vocabulary.records import LeadForm, RecordNames, descriptors
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
@@ -185,9 +185,14 @@ class ConnectorParts:
             engine=FORMAT,
             blocks=self.record_blocks,
             parts=arrays_of(self.shape),
-            # Stages describe what they keep, each its own: not yet leads.
-            lead=self.shape.lead() if self.ranks.stages == 1 else None,
+            lead=self.lead,
         )
+
+    @property
+    def lead(self) -> LeadForm | None:
+        """`lead` is how windows lead up to a point's, if they are kept so."""
+        # Stages describe what they keep, each its own: not yet leads.
+        return self.shape.lead() if self.ranks.stages == 1 else None
 
     def state(self, name: Identity) -> HostedNodeState:
         """Make a node whose records bear `name`."""
@@ -227,7 +232,9 @@ class ConnectorParts:
     def point_cost(self) -> PointCost:
         """Return what the model's point weighs here."""
         model = self.shape.model_state()
-        return PointCost(model.point_bytes, model.range_bytes_per_token)
+        return PointCost(
+            model.point_bytes, model.range_bytes_per_token, has_lead=self.lead is not None
+        )
 
     def forget_weights(self) -> None:
         """Go on under a name that no one else ever bore: the weights may be others from now on."""

@@ -59,7 +59,9 @@ def policy_of(text: str, model: ModelState, costs: CostModel) -> CheckpointPolic
     if name in SIMPLE and not period:
         return SIMPLE[name]()
     if name == "branches" and not period:
-        return Branches(PointCost(model.point_bytes, model.range_bytes_per_token))
+        # A lead is kept by `Saves` alone, where the engine owns its blocks.
+        cost = PointCost(model.point_bytes, model.range_bytes_per_token, has_lead=False)
+        return Branches(cost)
     if name == "adaptive" and not period:
         return Adaptive(economics(model, costs))
     if name == "periodic" and period.isdigit() and int(period):

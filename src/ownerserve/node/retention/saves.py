@@ -94,9 +94,10 @@ class SavingTurn(msgspec.Struct, eq=False):
     prompt: int
     points: frozenset[int]
     """Positions whose point state is kept, whatever room there is."""
-    chunk_ends: frozenset[int]
-    """Positions whose point state is kept where there is room for copies."""
     session_id: SessionId | None
+    chunk_ends: frozenset[int] = frozenset()
+    """Positions whose point state is kept where there is room for copies; known from the turn's
+    first step on."""
     stored: set[bytes] = set()
     depths: set[int] = set()
     """The depths of points that were asked for, or are stored."""
@@ -382,13 +383,9 @@ class Saves:
         """Begin with a turn whose prompt is `chain`, `prompt` tokens long; what it computes is
         stored from now on, for `tenant`."""
         self.late.lost(turn_id)
-        span = TurnSpan(0, prompt, prompt, self._block)
-        points = frozenset(self._policy.checkpoints(span))
-        chunk_ends = frozenset(self._policy.chunk_ends(span)) - points
+        points = frozenset(self._policy.checkpoints(TurnSpan(0, prompt, prompt, self._block)))
         names = self.names.of(tenant)
-        self._running[turn_id] = SavingTurn(
-            names, tenant, chain, prompt, points, chunk_ends, session_id
-        )
+        self._running[turn_id] = SavingTurn(names, tenant, chain, prompt, points, session_id)
 
     def known(self, turn_id: TurnId, ids: set[bytes]) -> None:
         """Note that records `ids` stand in the store, so that the turn does not copy them."""
@@ -411,6 +408,10 @@ class Saves:
             return []
         if event.added:
             running.chain.extend(event.added)
+        if not running.end:
+            prompt = running.prompt
+            span = TurnSpan(min(event.start, prompt), prompt, prompt, self._block)
+            running.chunk_ends = frozenset(self._policy.chunk_ends(span)) - running.points
         running.end = event.end
         effects: list[Effect] = []
         for position in self._passed(running, event):

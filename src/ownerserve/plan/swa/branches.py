@@ -12,11 +12,21 @@ at it.
 
 Chunk ends are kept where a point is cheap beside the range state that it makes usable: every
 CHUNK_TOKENS if a point weighs at most SHARE of the range state between two, and closer, down to
-NEAREST_TOKENS, as long as it weighs at most CLOSE_SHARE of it; else there are none.
+NEAREST_TOKENS, as long as it weighs at most CLOSE_SHARE of it. Of dearer points there are few: at
+CHUNK_TOKENS and then GROWTH times as deep each time, from where one weighs no more than all range
+state before it.
+
+    even     |----^----^----^----^----^----^----^----^----^
+    growing  |----^--^---^-----^-------^----------^
+
+Where there is no lead a point LEAD_TOKENS before the prompt's end stands in for it, if it weighs at
+most SHARE of the range state of NEAREST_TOKENS, and as many tokens are computed before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import takewhile
 from typing import ClassVar
 
 import msgspec
@@ -29,18 +39,21 @@ CHUNK_TOKENS = 8192
 NEAREST_TOKENS = 2048
 SHARE = 0.5
 CLOSE_SHARE = 0.125
+GROWTH = 1.5
 """Chosen on recorded sessions (docs/evidence/point-policy.md)."""
 
 
 class PointCost(msgspec.Struct, frozen=True):
-    """A `PointCost` is what a model's point weighs, in bytes, beside its range state a token."""
+    """A `PointCost` is what a model's point weighs, in bytes, beside its range state a token.
+    `has_lead`: rows of windows are kept before a prompt's end."""
 
     point_bytes: int
     range_bytes_per_token: float
+    has_lead: bool
 
     def spacing_tokens(self, block_tokens: int) -> int:
-        """Return how many tokens apart chunk ends are kept, a multiple of the block; 0: none
-        are."""
+        """Return how many tokens apart chunk ends are kept, a multiple of the block; 0: they are
+        not evenly apart (`growing`)."""
         spacing = -(-CHUNK_TOKENS // block_tokens) * block_tokens
         if self.point_bytes > SHARE * self.range_bytes_per_token * spacing:
             return 0
@@ -50,6 +63,28 @@ class PointCost(msgspec.Struct, frozen=True):
                 return closer
             closer *= 2
         return spacing
+
+    def growing(self, block_tokens: int) -> Iterator[int]:
+        """Yield the chunk ends of a model whose points are dear, ascending, multiples of the block;
+        there is no last one where there is a first."""
+        at = float(CHUNK_TOKENS)
+        while self.range_bytes_per_token:
+            end = -(-int(at) // block_tokens) * block_tokens
+            if self.point_bytes <= self.range_bytes_per_token * end:
+                yield end
+            at *= GROWTH
+
+    def first_chunk_end(self, block_tokens: int) -> int:
+        """Return the first chunk end of a long prompt; 0: it has none."""
+        even = self.spacing_tokens(block_tokens)
+        return even or next(self.growing(block_tokens), 0)
+
+    @property
+    def stands_in_for_lead(self) -> bool:
+        """`stands_in_for_lead` tells whether a prompt gets a point before its end, since it has no
+        lead and the point is cheap."""
+        near = SHARE * self.range_bytes_per_token * NEAREST_TOKENS
+        return not self.has_lead and self.point_bytes <= near
 
 
 class Branches(CheckpointPolicy):
@@ -70,8 +105,16 @@ class Branches(CheckpointPolicy):
         return tuple(sorted(kept.union(turn.turn_ends())))
 
     def chunk_ends(self, turn: TurnSpan) -> tuple[int, ...]:
-        """Return the multiples of the spacing that a point's weight allows, in the prompt."""
-        spacing = self._cost.spacing_tokens(turn.block_tokens)
-        if not spacing:
-            return ()
-        return tuple(range(turn.start // spacing * spacing + spacing, turn.prompt_end, spacing))
+        """Return the boundaries inside the prompt that a point's weight allows, and the one that
+        stands in for a lead."""
+        block, cost = turn.block_tokens, self._cost
+        if spacing := cost.spacing_tokens(block):
+            first = turn.start // spacing * spacing + spacing
+            kept = set(range(first, turn.prompt_end, spacing))
+        else:
+            ends = takewhile(lambda at: at < turn.prompt_end, cost.growing(block))
+            kept = {at for at in ends if at > turn.start}
+        before = (turn.prompt_end - LEAD_TOKENS) // block * block
+        if cost.stands_in_for_lead and before - turn.start >= LEAD_TOKENS:
+            kept.add(before)
+        return tuple(sorted(kept))
