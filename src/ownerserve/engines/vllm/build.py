@@ -227,14 +227,7 @@ class ConnectorParts:
     def policy(self) -> CheckpointPolicy:
         """Make the policy that says which boundaries get point state."""
         simple = SIMPLE.get(self.settings.checkpoints)
-        return simple() if simple is not None else Branches(self.point_cost())
-
-    def point_cost(self) -> PointCost:
-        """Return what the model's point weighs here."""
-        model = self.shape.model_state()
-        return PointCost(
-            model.point_bytes, model.range_bytes_per_token, has_lead=self.lead is not None
-        )
+        return simple() if simple is not None else Branches(point_cost(self))
 
     def forget_weights(self) -> None:
         """Go on under a name that no one else ever bore: the weights may be others from now on."""
@@ -252,6 +245,14 @@ class ConnectorParts:
         if not compat.is_cpu():
             return VLLM
         return msgspec.structs.replace(VLLM, landing_tier=Tier.DEVICE)
+
+
+def point_cost(parts: ConnectorParts) -> PointCost:
+    """Return what the model's point weighs here."""
+    model = parts.shape.model_state()
+    return PointCost(
+        model.point_bytes, model.range_bytes_per_token, has_lead=parts.lead is not None
+    )
 
 
 def known_model(vllm_config: Any) -> ModelSpec | None:
