@@ -72,7 +72,7 @@ bench-decide: setup ## what a routing decision costs, and memory for each sessio
 bench-append: setup ## what taking in a turn costs the engine's thread, at 8k to 1M tokens
 	$(BIN)/python benchmarks/run.py append_bench
 
-bench-copies: setup ## KV between vLLM's pages and records, beside memcpy, at the shapes that users run
+bench-copies: setup $(VLLM) ## KV between vLLM's pages and records, beside memcpy, at the shapes that users run
 	$(BIN)/python benchmarks/run.py kv_copies_bench
 
 bench-vllm: setup $(VLLM) $(LMCACHE) ## ours beside vLLM's own tiers and LMCache, in one run, on the CPU

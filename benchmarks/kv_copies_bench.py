@@ -1,6 +1,6 @@
 """Copies of KV between vLLM's pages and records, at the shapes that users run, beside memcpy.
 
-    python benchmarks/kv_copies_bench.py [--rounds N] [--only WORD]
+    python benchmarks/kv_copies_bench.py [--rounds N] [--only WORD] [--by loops|numpy]
 
 A record of 1,024 tokens of full attention goes out of pages and back into them, by the connector's
 own codec, on one thread. Pages are allocated as vLLM allocates them (one tensor), in a pool of four
@@ -8,6 +8,7 @@ records; the record's memory is the store's own buffer. Each round takes another
 pool, so that nothing is read from a cache: blocks one after another, or all of the pool in any
 order. Beside it, in the same round: memcpy of as many bytes between the same two memories, and
 torch's `index_select` and `copy_` a layer and part at a time. CPU time of the thread, medians.
+By compiled loops, in vLLM's environment, which has Numba; `--by numpy`: as where there is none.
 
 `vLLM on a GPU` are layouts by their names in 0.32 (LBNHC is the default); `vLLM on a CPU` has keys
 in tiles, which no copy of whole rows can serve.
@@ -17,18 +18,22 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import math
+import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ownerserve.engines.vllm.layout import codec as codec_module
 from ownerserve.engines.vllm.layout import copies
 from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.layout.shape import describe
@@ -37,6 +42,9 @@ from ownerserve.kv.frame import DENSE
 from ownerserve.store.tiers.buffers import BufferPool
 from result import Row, report
 
+ROOT = Path(__file__).resolve().parents[1]
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+LOOPS = ("rows", "turn")
 TOKENS, QUARTERS = 1024, 4
 GOAL = 0.6
 ORDERS = {"LBNHC": (0, 1, 3, 2, 4), "LBHNC": (0, 1, 2, 3, 4), "BLNHC": (1, 0, 3, 2, 4)}
@@ -148,10 +156,10 @@ def seconds(call: Callable[[], Any]) -> float:
 class Counted:
     """How many calls moved bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: ModuleType, names: Sequence[str]) -> None:
         self.calls = 0
-        for name in ("take", "put", "move"):
-            setattr(copies, name, self._counting(getattr(copies, name)))
+        for name in names:
+            setattr(module, name, self._counting(getattr(module, name)))
 
     def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*given: Any, **more: Any) -> Any:
@@ -205,9 +213,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--only", default="", help="shapes whose name has this word")
+    parser.add_argument("--by", choices=("loops", "numpy"), default="loops")
     options = parser.parse_args()
+    if options.by == "loops" and importlib.util.find_spec("numba") is None:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}"}
+        os.execve(VLLM_PYTHON, [str(VLLM_PYTHON), *sys.argv], environment)
     torch.set_num_threads(1)
-    counted, rows = Counted(), list[Row]()
+    rows = list[Row]()
+    if options.by == "loops":
+        counted = Counted(importlib.import_module(f"{copies.__package__}.compiled"), LOOPS)
+    else:
+        codec_module.host_copies = copies.HostCopies
+        counted = Counted(copies, ("take", "put", "move"))
     for shape in SHAPES:
         if options.only in shape.name:
             rows += rows_of(shape, counted, rounds=options.rounds)
@@ -215,7 +232,7 @@ def main() -> int:
     if own:
         mean = math.exp(sum(map(math.log, own)) / len(own))
         rows.append(Row("share of memcpy, geometric mean", "ratio", mean, None, "", None, ""))
-    report("kv_copies_bench", rows, others={"torch": str(torch.__version__)})
+    report("kv_copies_bench", rows, others={"torch": str(torch.__version__), "by": options.by})
     return 0
 
 

@@ -129,37 +129,37 @@ def measure(contenders: Sequence[Contender], case: Case, model: Path) -> dict[st
     """Run a case through all contenders, side by side."""
     prompts = [tiny.prompt(case.tokens, seed=7000 + n) for n in range(case.repeats)]
     draws = {contender.name: Draws() for contender in contenders}
-    with _running(contenders, case, model) as workers:
+    with running(contenders, case, model) as workers:
         token_bytes = next(iter(workers.values())).hook("fill_kv_bytes")
         for number, prompt in enumerate(prompts):
-            for contender in _in_turn(contenders, number):
+            for contender in in_turn(contenders, number):
                 worker = workers[contender.name]
                 _come_and_go(worker, contender, prompt, draws[contender.name])
                 _empty(worker, case, seed=number)
         for worker in workers.values():
             worker.shutdown()
-    with _running(contenders, case, model) as workers:
+    with running(contenders, case, model) as workers:
         for number, prompt in enumerate(prompts):
-            for contender in _in_turn(contenders, number):
+            for contender in in_turn(contenders, number):
                 own = draws[contender.name]
-                answer, cpu_ms = _timed(workers[contender.name], prompt)
+                answer, cpu_ms = timed(workers[contender.name], prompt)
                 own.restart_ms.append(answer.ttft_s * 1e3)
                 own.restart_cpu_ms.append(cpu_ms)
                 own.restart_cached.append(answer.cached)
-                _settle(workers[contender.name])
+                settle(workers[contender.name])
     return {
         contender.name: _measured(draws[contender.name], contender, token_bytes)
         for contender in contenders
     }
 
 
-def _in_turn(contenders: Sequence[Contender], number: int) -> Sequence[Contender]:
+def in_turn(contenders: Sequence[Contender], number: int) -> Sequence[Contender]:
     first = number % len(contenders)
     return [*contenders[first:], *contenders[:first]]
 
 
 @contextmanager
-def _running(
+def running(
     contenders: Sequence[Contender], case: Case, model: Path
 ) -> Iterator[dict[str, VllmWorker]]:
     """A fresh engine of each contender, by name, that has answered once."""
@@ -185,13 +185,13 @@ def _running(
 def _come_and_go(worker: VllmWorker, contender: Contender, prompt: list[int], own: Draws) -> None:
     """A prompt's first life: computed, asked again, evicted, brought back."""
     own.cold_ms.append(worker.generate(prompt, max_tokens=1, top=0).ttft_s * 1e3)
-    took_s, cpu_s = _stored(worker, contender)
+    took_s, cpu_s = stored(worker, contender)
     own.store_s.append(took_s)
     own.store_cpu_s.append(cpu_s)
     own.resident_ms.append(worker.generate(prompt, max_tokens=1, top=0).ttft_s * 1e3)
-    _settle(worker)
+    settle(worker)
     worker.ask("reset")
-    answer, cpu_ms = _timed(worker, prompt)
+    answer, cpu_ms = timed(worker, prompt)
     own.evicted_ms.append(answer.ttft_s * 1e3)
     own.evicted_cpu_ms.append(cpu_ms)
     own.evicted_cached.append(answer.cached)
@@ -199,13 +199,13 @@ def _come_and_go(worker: VllmWorker, contender: Contender, prompt: list[int], ow
 
 def _empty(worker: VllmWorker, case: Case, *, seed: int) -> None:
     """Forget what the engine's pool holds; of a long case its blocks are scattered then."""
-    _settle(worker)
+    settle(worker)
     worker.ask("reset")
     if case.is_long:
         worker.hook("scatter_free_blocks", seed=seed)
 
 
-def _timed(worker: VllmWorker, prompt: list[int]) -> tuple[Answer, float]:
+def timed(worker: VllmWorker, prompt: list[int]) -> tuple[Answer, float]:
     """An answer of one token, and the CPU milliseconds that the engine's process took for it."""
     before = worker.hook("cpu_s")
     answer = worker.generate(prompt, max_tokens=1, top=0)
@@ -268,11 +268,11 @@ def _bites(store: Path) -> Iterator[tuple[list[Want], int]]:
     snapshot.close()
 
 
-def _stored(worker: VllmWorker, contender: Contender) -> tuple[float, float]:
+def stored(worker: VllmWorker, contender: Contender) -> tuple[float, float]:
     """Wall and CPU seconds from now until nothing more reaches the disk and the engine is idle."""
     start, usage = time.monotonic(), worker.ask("usage")["cpu_s"]
     last_change, size = start, -1
-    _settle(worker)
+    settle(worker)
     while time.monotonic() - last_change < 0.3:
         now = contender.stored_bytes()
         if now != size:
@@ -282,7 +282,7 @@ def _stored(worker: VllmWorker, contender: Contender) -> tuple[float, float]:
     return last_change - start, worker.ask("usage")["cpu_s"] - usage
 
 
-def _settle(worker: VllmWorker) -> None:
+def settle(worker: VllmWorker) -> None:
     """Step until the engine is idle and no block is held."""
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:

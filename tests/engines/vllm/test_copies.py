@@ -100,14 +100,26 @@ def test_a_records_calls_do_not_grow_with_its_blocks(monkeypatch: pytest.MonkeyP
 @pytest.mark.vllm
 def test_the_kernel_copies_the_same() -> None:
     """The CUDA kernel by Triton's interpreter, on this host's memory, over all layouts."""
+    said = in_vllms_environment("kernel_child", TRITON_INTERPRET="1")
+    assert said["layouts"] == sorted(LAYOUTS)
+    assert said["launches"] > 0
+
+
+@pytest.mark.vllm
+def test_compiled_loops_copy_the_same() -> None:
+    """Numba's, over all layouts: rows and axes that change places, in the cache and past it."""
+    said = in_vllms_environment("compiled_child")
+    assert set(said["calls"]) == {"rows", "rows streamed", "turn", "turn streamed"}
+
+
+def in_vllms_environment(child: str, **environment: str) -> dict[str, Any]:
     run = subprocess.run(
-        [str(PYTHON), "-m", "tests.support.vllm_parts.kernel_child"],
-        env=importing(TRITON_INTERPRET="1"),
+        [str(PYTHON), "-m", f"tests.support.vllm_parts.{child}"],
+        env=importing(**environment),
         capture_output=True,
         text=True,
         cwd=ROOT,
     )
     assert run.returncode == 0, run.stderr[-2000:]
     said: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    assert said["layouts"] == sorted(LAYOUTS)
-    assert said["launches"] > 0
+    return said

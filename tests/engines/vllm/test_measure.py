@@ -24,7 +24,15 @@ class Play:
     def __init__(self) -> None:
         self.told: list[CostModel] = []
         self.calibration = Calibration(None)
-        self.measuring = ConnectorObserver(self.calibration, at_once, tell=self.told.append)
+        self.measuring = ConnectorObserver(
+            self.calibration, at_once, tell=self.told.append, tail_tokens=32
+        )
+
+    def prompt(self, new: int, prefix: int, *, ms: float, now: float) -> None:
+        """A prompt that runs alone, in one step."""
+        turn_id, tokens = TurnId("t"), prefix + new
+        self.measuring.computing(turn_id, prefix, tokens, prompt=tokens, others=0, now=now)
+        self.measuring.reported(now + ms / 1e3)
 
     @property
     def samples(self) -> float:
@@ -60,6 +68,31 @@ def test_a_step_with_a_prompt_or_drafts_in_it_is_no_decode_step() -> None:
     play.measuring.reported(now=9.0)
     play.measuring.scheduled({}, now=9.0)
     assert play.samples == before
+
+
+def test_tails_say_what_a_pass_costs_that_computes_next_to_nothing() -> None:
+    """A first prompt, while all is cold, takes as long as later ones of a thousand tokens: without
+    tails it passes for what every pass costs, and no load of a thousand tokens would pay."""
+    play = Play()
+    play.prompt(64, 0, ms=20.0, now=1.0)
+    for number in range(4):
+        play.prompt(1025, 0, ms=20.0, now=2.0 + number)
+    assert play.calibration.model.prices().prefill.ms(1, 1024) > 15.0
+    for number in range(3):
+        play.prompt(1, 1024, ms=5.0, now=6.0 + number)
+    prefill = play.calibration.model.prices().prefill
+    assert prefill.ms(1, 1024) < 6.0
+    assert prefill.ms(1025, 0) == pytest.approx(20.0, rel=0.2)
+
+
+def test_a_tail_is_measured_now_and_then() -> None:
+    play = Play()
+    for number in range(1000):
+        play.prompt(1, 1024, ms=0.5, now=1.0 + number * 1e-3)
+    tails = play.calibration.model.prefill(1, 1024).samples
+    assert 10 <= tails <= 11
+    play.prompt(40, 1024, ms=0.5, now=2.0)
+    assert play.calibration.model.prefill(1, 1024).samples == tails + 1
 
 
 @pytest.mark.parametrize("names", ["cached_block_hash_to_block", "cached_block_hashes_by_block"])

@@ -307,7 +307,7 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
             parts.calibration if parts.settings.restores == "by-cost" else Calibration(None),
             lookup.later,
             tell=tell,
-            least_tokens=parts.layout.block_tokens,
+            tail_tokens=parts.layout.block_tokens,
         ),
         reports=reports,
         sessions=sessions,

@@ -26,9 +26,9 @@ from ownerserve.engines.vllm.layout.copies import (
     PAGE_BYTES,
     Copies,
     Form,
-    HostCopies,
     Offsets,
     Pieces,
+    host_copies,
 )
 from ownerserve.engines.vllm.layout.device import DeviceCopies
 from ownerserve.engines.vllm.layout.packed import PageRun
@@ -142,9 +142,11 @@ class PageCodec:
         }
         self._lanes = {name: self._lanes_of(name) for name in self._parts}
         views = [part[0].view for parts in self._parts.values() for part in parts]
-        self._copies: Copies = HostCopies()
+        self._copies: Copies
         if views and views[0].device.type != "cpu":
             self._copies = DeviceCopies(views[0].device, staging_bytes)
+        else:
+            self._copies = host_copies()
 
     def _series(self, name: str, cache: Any, group: int) -> tuple[Series, ...]:
         at, blocks = self._shape.components[name], self._num_blocks
@@ -193,7 +195,7 @@ class PageCodec:
         begin inside of blocks (a lead's). Raises SpecMismatch when `data` has another length."""
         units, size = self._units(place), self._check_size(place, data)
         each = max(1, most_bytes * units // size)
-        is_whole = place.component == LEAD or not isinstance(self._copies, HostCopies)
+        is_whole = place.component == LEAD or isinstance(self._copies, DeviceCopies)
         if each >= units or is_whole:
             yield place, data
             return

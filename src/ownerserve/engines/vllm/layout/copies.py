@@ -5,7 +5,8 @@ lie.
     frame             | piece | piece | piece    side by side, as kv.frame lays a unit
 
 A piece is one block of one part of one layer, or one token's row of it. Owns no memory and knows
-no model, page or place: the codec lists pieces, `HostCopies` moves them by NumPy and
+no model, page or place: the codec lists pieces. `compiled.CompiledCopies` moves them by compiled
+loops, `HostCopies` by NumPy where these are not to be had, and
 `device.DeviceCopies` by a kernel, behind the same two calls.
 """
 
@@ -42,6 +43,20 @@ MOST_TOUCHED_BYTES = 16 * PAGE_BYTES
 
 take, put, move = np.take, np.put, np.copyto
 """The three calls by which bytes move on a host."""
+
+
+class Turned(msgspec.Struct, frozen=True, eq=False):
+    """A `Turned` says how two axes of a piece change places: the last one of the frame, `lines` of
+    `words` each, `line_bytes` apart, and the one that touches in the engine's memory, where words
+    of a line are `word_step` bytes apart. The other axes begin at `own`, and in the frame at
+    `frame`."""
+
+    lines: int
+    line_bytes: int
+    words: int
+    word_step: int
+    own: Offsets
+    frame: Offsets
 
 
 class Form:
@@ -90,10 +105,44 @@ class Form:
     def inside(self) -> Offsets:
         """`inside` is where the rows of a piece begin, in row lengths from its begin."""
         axes, grain = self.rows
-        found = np.zeros(1, np.int64)
-        for count, stride in axes:
-            found = (found[:, None] + np.arange(count) * (stride // grain)).reshape(-1)
-        return found
+        return _begins([(count, stride // grain) for count, stride in axes])
+
+    @cached_property
+    def strips(self) -> tuple[Offsets, Offsets, int]:
+        """`strips` of a piece are its longest rows that are in one piece on both sides: where they
+        begin in the engine's memory and in the frame, from the piece's begin, and their bytes."""
+        axes, strip_bytes = self.lane.rows()
+        own = _begins(axes)
+        return own, np.arange(len(own)) * strip_bytes, strip_bytes
+
+    @cached_property
+    def turned(self) -> Turned | None:
+        """`turned` is set where single words, not rows, are in one piece on both sides, since two
+        axes change places."""
+        axes, row_bytes = self.lane.rows()
+        item = self.lane.item_bytes
+        at = next((at for at, (_, stride) in enumerate(axes[:-1]) if stride == item), None)
+        if at is None or row_bytes != item:
+            return None
+        in_frame = [item * math.prod(count for count, _ in axes[n + 1 :]) for n in range(len(axes))]
+        (lines, _), (words, step) = axes[at], axes[-1]
+        others = [n for n in range(len(axes) - 1) if n != at]
+        return Turned(
+            lines,
+            in_frame[at],
+            words,
+            step,
+            own=_begins([axes[n] for n in others]),
+            frame=_begins([(axes[n][0], in_frame[n]) for n in others]),
+        )
+
+
+def _begins(axes: Sequence[tuple[int, int]]) -> Offsets:
+    """Return where each combination of the axes, given as (count, stride), begins."""
+    found = np.zeros(1, np.int64)
+    for count, stride in axes:
+        found = (found[:, None] + np.arange(count) * stride).reshape(-1)
+    return found
 
 
 class Pieces(msgspec.Struct, frozen=True, eq=False):
@@ -161,6 +210,16 @@ class Copies(Protocol):
     def settle(self) -> None:
         """Return when what was gathered is there."""
         ...
+
+
+def host_copies() -> Copies:
+    """Return what moves pieces in a host's memory: compiled loops where Numba is, which vLLM
+    brings; else NumPy."""
+    try:
+        from ownerserve.engines.vllm.layout.compiled import CompiledCopies
+    except ImportError:
+        return HostCopies()
+    return CompiledCopies()
 
 
 class HostCopies:

@@ -23,6 +23,9 @@ from ownerserve.plan.cost.model import CostModel
 IN_FLIGHT = 4
 """Steps whose answer is awaited, at most; of more, an answer can't be told apart."""
 TELL_S = 1.0
+TAIL_EVERY_S = 0.1
+"""How often a short prompt is measured, at most: to learn takes a part of a millisecond, which
+belongs to the request."""
 
 Later: TypeAlias = Callable[[Callable[[], None]], None]
 
@@ -55,10 +58,11 @@ class ConnectorObserver:
         later: Later,
         *,
         tell: Callable[[CostModel], None],
-        least_tokens: int = 1,
+        tail_tokens: int = 1,
     ) -> None:
-        """Make it and tell what is known. Prompts of which fewer than `least_tokens` are computed
-        decide nothing: they are not measured.
+        """Make it and tell what is known. A prompt of which fewer than `tail_tokens` are computed
+        is a tail: most come behind what was restored or resident, and say what a pass costs that
+        computes next to nothing. One is measured in TAIL_EVERY_S.
 
         `later` does something on another thread: what was learnt is written there. `tell` hears
         of what was learnt, at most once in TELL_S.
@@ -66,7 +70,8 @@ class ConnectorObserver:
         self._calibration = calibration
         self._later = later
         self._tell = tell
-        self._least_tokens = least_tokens
+        self._tail_tokens = tail_tokens
+        self._tail_s = 0.0
         self._prompts: dict[TurnId, RunningPrompt] = {}
         self._steps: deque[ScheduledStep] = deque(maxlen=IN_FLIGHT)
         self._stepped_s = self._told_s = 0.0
@@ -82,12 +87,20 @@ class ConnectorObserver:
         self, turn_id: TurnId, start: int, end: int, *, prompt: int, others: int, now: float
     ) -> None:
         """Note that a step computes [start, end) of a turn, beside `others` other requests."""
-        if prompt - start >= self._least_tokens and turn_id not in self._prompts:
+        if turn_id not in self._prompts and self._is_measured(prompt - start, now):
             self._prompts[turn_id] = RunningPrompt(start, prompt, now)
         running = self._prompts.get(turn_id)
         if running is not None:
             running.end = end
             running.is_alone = running.is_alone and not others
+
+    def _is_measured(self, new: int, now: float) -> bool:
+        if new >= self._tail_tokens:
+            return True
+        is_due = now - self._tail_s >= TAIL_EVERY_S
+        if is_due:
+            self._tail_s = now
+        return is_due
 
     def reported(self, now: float) -> None:
         """Learn from a step whose answer is here: it took from when it was scheduled, or from the
