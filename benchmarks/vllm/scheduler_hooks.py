@@ -56,17 +56,30 @@ class Clock:
     def __init__(self) -> None:
         self.part = ""
         self.calls: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.collected_ms = 0.0
+        self.collecting: dict[tuple[str, str], list[float]] = defaultdict(list)
+        """What of a call's time was Python's garbage collection, where it was any."""
+        self._collects_from = 0.0
+        gc.callbacks.append(self._collecting)
+
+    def _collecting(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._collects_from = time.thread_time()
+        else:
+            self.collected_ms += (time.thread_time() - self._collects_from) * 1e3
 
     def watch(self, owner: Any, method: str, name: str) -> None:
         """Time every call of the method from now on."""
         plain = getattr(owner, method)
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            began = time.thread_time()
+            began, collected_ms = time.thread_time(), self.collected_ms
             try:
                 return plain(*arguments, **options)
             finally:
                 self.calls[self.part, name].append((time.thread_time() - began) * 1e3)
+                if self.collected_ms > collected_ms:
+                    self.collecting[self.part, name].append(self.collected_ms - collected_ms)
 
         setattr(owner, method, timed)
 
@@ -323,6 +336,10 @@ def summary(clock: Clock) -> dict[str, dict[str, list[float]]]:
     return found
 
 
+def _told(ms: list[float]) -> str:
+    return ", ".join(f"{each:.2f}" for each in ms) or "none"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="one line of JSON at the end")
@@ -347,6 +364,9 @@ def main() -> None:
             print(
                 f"{name:32} {count:6} calls {middle:8.3f} median {most:8.3f} max {total:9.1f} sum"
             )
+            largest = sorted(engine.clock.calls[part, name])[-4:]
+            pauses = sorted(engine.clock.collecting[part, name])[-4:]
+            print(f"{'':32} largest {_told(largest)}; collections in it {_told(pauses)}")
     print(facts)
 
 

@@ -23,7 +23,7 @@ from ownerserve.plan.inputs import Piece, Point, RangeSpan
 NEAREST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.PEER, Tier.DISK, Tier.REMOTE)
 
 
-class RangeRow(msgspec.Struct, frozen=True):
+class RangeRow(msgspec.Struct, frozen=True, gc=False):
     """A range row says that `component` of tokens [start, end) is in `tier`: one record, or one run
     of device blocks.
     """
@@ -36,7 +36,7 @@ class RangeRow(msgspec.Struct, frozen=True):
     ready_ms: float = 0.0
 
 
-class PointRow(msgspec.Struct, frozen=True):
+class PointRow(msgspec.Struct, frozen=True, gc=False):
     """A point row says that `component` at boundary `position` is in `tier`."""
 
     component: str

@@ -132,6 +132,8 @@ class PendingRestore(msgspec.Struct, eq=False):
     unasked: tuple[range, ...] = ()
     asked: dict[bytes, sources.RecordQuery] = {}
     found: dict[bytes, Tier] = {}
+    stored: sources.StoredRecords | None = None
+    """What of `found` can be used; None: that has changed since it was made."""
     bases: set[bytes] = set()
     """Ids of other prefixes' points that were asked for, since a lead of theirs was found."""
     bad: set[bytes] = set()
@@ -319,7 +321,9 @@ class Restores:
         pending = self._answered(event.operation_id, RestorePhase.LOOKING)
         if pending is None:
             return ()
-        pending.found.update(event.held)
+        if event.held:
+            pending.found.update(event.held)
+            pending.stored = None
         inside = sources.queries_inside(pending.names, pending.digests, event.inside)
         pending.asked.update(inside)
         bases = {query.lead.base_id for query in inside.values() if query.lead is not None}
@@ -336,7 +340,7 @@ class Restores:
         """Return the next look, as far as one can still find anything (see `Look`); None: what is
         found is all."""
         grid = self._names.blocks
-        stored = sources.stored_records(pending.names, pending.asked, pending.found)
+        stored = self._stored(pending)
         ends = {cell.end for cell, _ in stored.cells}
         if pending.look is Look.NEAR:
             goes_on = pending.upto < pending.cap and pending.upto in ends
@@ -358,6 +362,15 @@ class Restores:
             if depths and self._lacks_point(pending, stored):
                 return self._ask(pending, points=depths)
         return None
+
+    def _stored(self, pending: PendingRestore) -> sources.StoredRecords:
+        """Return what the store has of the turn's prompt, as far as it was asked and nothing
+        failed."""
+        if pending.stored is None:
+            pending.stored = sources.stored_records(
+                pending.names, pending.asked, pending.found, without=pending.bad
+            )
+        return pending.stored
 
     def _lacks_point(self, pending: PendingRestore, stored: sources.StoredRecords) -> bool:
         """Return whether there is range state to go on from, or the model needs none, and the
@@ -419,6 +432,7 @@ class Restores:
         if event.reason is MissReason.DEADLINE or now >= pending.deadline_s:
             return [self._start(pending, RestoreOutcome.LATE, now)]
         pending.bad |= {event.id} if event.id else {r.want.id for r in pending.readings}
+        pending.stored = None
         if pending.attempts >= self._settings.attempts:
             return [self._start(pending, RestoreOutcome.MISS, now)]
         return self._decide(pending, now)
@@ -483,9 +497,7 @@ class Restores:
 
     def _decide(self, pending: PendingRestore, now: float) -> Iterable[Effect]:
         event = pending.event
-        stored = sources.stored_records(
-            pending.names, pending.asked, pending.found, without=pending.bad
-        )
+        stored = self._stored(pending)
         if not stored.cells and not stored.points:
             missed = RestoreOutcome.MISS if pending.misses else RestoreOutcome.NOTHING_STORED
             return [self._start(pending, missed, now)]

@@ -184,7 +184,7 @@ class OwnDevice:
 LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
 
 
-class RecordQuery(msgspec.Struct, frozen=True):
+class RecordQuery(msgspec.Struct, frozen=True, gc=False):
     """A `RecordQuery` says what a record's id stands for: the component's blocks of `cell`, or the
     point at its end when the cell is empty; that point is another one's lead if `lead` says how."""
 
@@ -193,7 +193,7 @@ class RecordQuery(msgspec.Struct, frozen=True):
     lead: LeadUse | None = None
 
 
-class StoredRecord(msgspec.Struct, frozen=True):
+class StoredRecord(msgspec.Struct, frozen=True, gc=False):
     """A `StoredRecord` is a record's id with the nearest tier that is said to have it; `lead`: how
     it gives the point, if it is another one's lead."""
 
@@ -270,9 +270,9 @@ def stored_records(
             points.setdefault(what.cell.end, {})[what.component] = StoredRecord(id_, tier)
         else:
             ranges.setdefault(what.cell, {})[what.component] = StoredRecord(id_, tier)
-    longest: dict[int, Cell] = {}
+    longest, whole = dict[int, Cell](), len(names.range_names)
     for cell, parts in ranges.items():
-        if len(parts) == len(names.range_names):
+        if len(parts) == whole:
             before = longest.get(cell.first)
             if before is None or before.end < cell.end:
                 longest[cell.first] = cell
@@ -336,7 +336,8 @@ def _range_rows(names: RecordNames, match: Match, stored: StoredRecords) -> list
     """Return a row for each component and each run of cells that touch and lie in one tier."""
     layout, runs = names.layout, list[tuple[int, int, Tier]]()
     for cell, parts in stored.cells:
-        tier = max((record.tier for record in parts.values()), key=NEAREST_FIRST.index)
+        tiers = {record.tier for record in parts.values()}
+        tier = tiers.pop() if len(tiers) == 1 else max(tiers, key=NEAREST_FIRST.index)
         if runs and runs[-1][1] == cell.first and runs[-1][2] is tier:
             runs[-1] = (runs[-1][0], cell.end, tier)
         else:
@@ -358,7 +359,7 @@ def is_loading(way: Priced) -> bool:
     return any(step.action in LOADS for step in way.steps)
 
 
-class RecordRead(msgspec.Struct, frozen=True):
+class RecordRead(msgspec.Struct, frozen=True, gc=False):
     """A `RecordRead` is one want and where its bytes belong: blocks [first, end) of the prefix, or
     a point where the two are equal. `led_to`: the depth of the point, behind this one, whose record
     or lead is read; 0: it is this one's own."""

@@ -125,7 +125,7 @@ class Ends(Protocol):
     def __getitem__(self, block: int, /) -> PrefixHash: ...
 
 
-class Cell(msgspec.Struct, frozen=True):
+class Cell(msgspec.Struct, frozen=True, gc=False):
     """A `Cell` is the blocks [first, end) of a prefix that one range record of each component
     holds; an empty one stands for the point at `end`."""
 
@@ -143,7 +143,7 @@ class LeadForm(msgspec.Struct, frozen=True):
     window_rows: int
 
 
-class LeadUse(msgspec.Struct, frozen=True):
+class LeadUse(msgspec.Struct, frozen=True, gc=False):
     """A `LeadUse` says how the lead of a point at `end` gives the point at `depth`, both in blocks:
     units [first, first + units) of the lead's record, and of the point's record `base_id` the rows
     before `depth`; empty where the lead has all of them.
@@ -242,22 +242,18 @@ class RecordNames:
 
     def range_id(self, component: str, cell: Cell, digests: Ends) -> bytes:
         """Return the id of the component's range record of the cell."""
+        ids, hashed = self._ids[component], digests[cell.end - 1]
+        if cell.end - cell.first == self.blocks and not cell.first % self.blocks:
+            return ids.at(hashed, self._place(component, cell.first // self.blocks))
         block = self.layout.block_tokens
-        hashed = digests[cell.end - 1]
-        return self._ids[component].range(hashed, cell.first * block, cell.end * block)
+        return ids.range(hashed, cell.first * block, cell.end * block)
 
     def range_ids(self, cells: Iterable[Cell], digests: Digests) -> dict[bytes, Cell]:
         """Return the id of every range component's record of each cell, as `range_id` makes them,
         with the cell."""
-        grid, ids = self.blocks, dict[bytes, Cell]()
-        for cell in cells:
-            for name in self.range_names:
-                if cell.end - cell.first == grid:
-                    place = self._place(name, cell.first // grid)
-                    ids[self._ids[name].at(digests[cell.end - 1], place)] = cell
-                else:
-                    ids[self.range_id(name, cell, digests)] = cell
-        return ids
+        return {
+            self.range_id(name, cell, digests): cell for cell in cells for name in self.range_names
+        }
 
     def _place(self, component: str, number: int) -> bytes:
         """Return the part of an id that all prefixes' whole cells of that number have in common."""

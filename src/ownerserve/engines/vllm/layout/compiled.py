@@ -26,7 +26,7 @@ from ownerserve.kv.units import MIB
 SIDE = 16
 LINE_BYTES = 64
 STREAMED_WORD = LINE_BYTES // SIDE
-"""Of such words a row of a square is a line."""
+"""A row of a square of such words is a line."""
 STREAMED_BYTES = 2 * MIB
 """From so many bytes on lines are written past the cache; what is smaller is soon read there."""
 

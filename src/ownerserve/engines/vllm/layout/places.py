@@ -70,13 +70,13 @@ class BlockPlaces:
 
     def _shared(self, place: BlockPlace, hit: int) -> BlockPlace:
         """Return the place with the blocks before `hit` marked as not to be written."""
+        if hit <= place.start:
+            return place
         sizes = self._shape.components[place.component].block_tokens
+        shared = [max(0, hit // size - place.start // size) for size in sizes]
         blocks = tuple(
-            tuple(
-                NOT_OURS if (place.start // size + at + 1) * size <= hit else block
-                for at, block in enumerate(ids)
-            )
-            for ids, size in zip(place.blocks, sizes, strict=True)
+            (*[NOT_OURS] * min(count, len(ids)), *ids[count:])
+            for ids, count in zip(place.blocks, shared, strict=True)
         )
         return msgspec.structs.replace(place, blocks=blocks)
 
