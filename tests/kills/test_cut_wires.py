@@ -630,19 +630,38 @@ def says_down(field: str) -> Callable[[World], bool]:
 # ---- what a worker states, and holds
 
 
-def is_held_known(world: World) -> bool:
-    """A gateway hears of what is held though no turn of it passed there."""
-    name = 'ownerserve_worker_inventory_total{kind="words"'
-    admin = f"http://127.0.0.1:{world.fleet.admins[0]}/metrics"
+def expected_at(world: World, worker: int, session: str, prompt: list[int]) -> int | None:
+    """What a gateway expects to be cached of a turn; None: the turn was another worker's."""
+    url = f"http://127.0.0.1:{world.fleet.ports[0]}/v1/completions"
+    told = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(url, json=told, headers={SESSION_HEADER: session}, timeout=WAIT_S)
+    at = answer.headers["x-ownerserve-worker"].rpartition(":")[2]
+    if at != world.fleet.workers[worker].url.rpartition(":")[2]:
+        return None
+    return int(answer.headers["x-ownerserve-expected-cached-tokens"])
 
-    def words() -> float:
-        lines = httpx.get(admin, timeout=WAIT_S).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    time.sleep(SOON_S / 2)  # what was told before is read
-    before = words()
-    world.owned(0)
-    return soon(lambda: words() > before)
+def expected_of_unseen(world: World, *ends: bool) -> int:
+    """What is expected at a worker of a session of which turns were done there, past the gateway:
+    for each of `ends` one, that ends the session or does not. Turns go to each worker in turn, so
+    one of these sessions' is that worker's."""
+    unseen = [world.new() for _ in world.fleet.workers]
+    for final in ends:
+        for session, prompt in unseen:
+            world.at(0, prompt, TurnLine(name=name_of(session), final=final))
+        time.sleep(SOON_S / 2)  # what is told is read
+    found = [expected_at(world, 0, session, prompt) for session, prompt in unseen]
+    return max(tokens for tokens in found if tokens is not None)
+
+
+def is_expected(world: World) -> bool:
+    """A gateway expects what a worker says that it holds."""
+    return expected_of_unseen(world, False) > 0
+
+
+def is_expected_no_more(world: World) -> bool:
+    """What a worker says to be gone is not expected there."""
+    return expected_of_unseen(world, False, True) == 0
 
 
 def is_stated(*path: str) -> Callable[[World], bool]:
@@ -722,7 +741,13 @@ CUT: dict[str, Wire] = {
     "status rpc": Wire(is_stated(*STATED, "rpc"), is_in_ci=True),
     "status sequence_tokens": Wire(is_stated(*STATED, "sequence_tokens")),
     "status owns_sessions": Wire(is_stated(*STATED, "owns_sessions")),
-    "inventory": Wire(is_held_known, is_in_ci=True),
+    "inventory": Wire(is_expected, is_in_ci=True),
+    "page words": Wire(is_expected),
+    "has session": Wire(is_expected),
+    "has tier": Wire(is_expected),
+    "has tokens": Wire(is_expected),
+    "gone session": Wire(is_expected_no_more),
+    "gone tier": Wire(is_expected_no_more),
     "outcome leased.lease_s": Wire(is_advanced_under_its_next_lease),
     "outcome leased.memory": Wire(is_told_again),
     "outcome published.adopted": Wire(is_kept_over_a_rebuild),
@@ -830,22 +855,19 @@ CUT_AS_READ: dict[str, str] = {
     "page rank": _WORDS,
     "page floor": _WORDS,
     "page last": _WORDS,
-    "page words": _READER,
     "has number": _READER,
-    "has session": _READER,
-    "has tier": _READER,
-    "has tokens": _READER,
     "said admit.resident_tokens": _HELD,
     "said admit.restorable_tokens": _BROUGHT,
     "said admit.planned_tokens": "gateway/test_places.py"
     "::test_what_a_worker_would_do_by_its_own_prices_is_expected",
     "has prefix_hash": _WORDS,
     "gone number": _WORDS,
-    "gone session": _WORDS,
-    "gone tier": _WORDS,
 }
 """Where a test's own fleet reads it, by tests/support/kills/cut_fields.py: each test fails so.
 None is a field that nobody acts on: such a one is not said (tests below)."""
+
+_OF_ANSWERS = ("outcome ", "said ", "page ", "has ", "gone ")
+"""What rows of an answer's fields begin with."""
 
 IN_CI = [wire for wire, one in CUT.items() if one.is_in_ci]
 CASES = list(CUT) if os.environ.get("OWNERSERVE_ALL_CUTS") else IN_CI
@@ -857,7 +879,7 @@ def test_every_wire_has_its_row() -> None:
     for kind, record in (("turn", TurnLine), ("answer", AnswerLine), ("status", ProfileStatement)):
         types += [f"{kind} {field}" for field in record.__struct_fields__]
     types += ["status unit", "status load", "inventory"]
-    messages = {wire for wire in CUT if not wire.startswith(("outcome ", "said "))}
+    messages = {wire for wire in CUT if not wire.startswith(_OF_ANSWERS)}
     assert messages | CUT_BY_HAND.keys() == set(types)
     assert not CUT.keys() & CUT_BY_HAND.keys()
 
@@ -879,7 +901,7 @@ def test_every_field_of_an_answer_has_its_row() -> None:
         "gone": Lost,
     }
     fields += [f"{kind} {field}" for kind, one in nested.items() for field in one.__struct_fields__]
-    cut = {wire for wire in CUT if wire.startswith(("outcome ", "said "))}
+    cut = {wire for wire in CUT if wire.startswith(_OF_ANSWERS)}
     rows = [*cut, *CUT_AS_READ]
     assert sorted(rows) == sorted(fields)
 

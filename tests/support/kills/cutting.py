@@ -6,6 +6,8 @@
     answer tip        a field of the line up with each answer
     status rpc        a field of a worker's statement
     inventory         the question what a worker holds: its connection ends
+    page words        all words of its answers
+    has tokens        what its words of one kind say: nothing of it (no tokens, nobody's, nowhere)
     outcome leased.memory     a field of what the directory answers, by the answer's type
     said reserved.reservation a field of what a node's port answers
 
@@ -45,6 +47,13 @@ life then."""
 
 Parts: TypeAlias = list[bytes]
 _DOWN = re.compile(rb"(?i)x-ownerserve-session: (\{[^\r]*\})\r\n")
+_SAID: dict[str, tuple[re.Pattern[bytes], Callable[[bytes], bytes]]] = {
+    "session": (re.compile(rb'("session":")([^"]*)'), lambda said: b"0" * len(said)),
+    "tier": (re.compile(rb'("tier":")([^"]*)'), lambda said: b"-" * len(said)),
+    "tokens": (re.compile(rb'("tokens":)(\d+)'), lambda said: b"0".ljust(len(said))),
+}
+"""A word's fields, and what they say that are cut: a page that can't be read would not be asked for
+again."""
 _UP = re.compile(rb"(?i)x-ownerserve-answer: (\{[^\r]*\})\r\n")
 
 
@@ -89,6 +98,22 @@ class Cuts:
             return text
         self.taken.add(self.wire)
         return text.replace(key, b'"-' + key[2:])
+
+    def without_said(self, data: bytes) -> bytes:
+        """An answer with a page of an inventory, where that or its words of one kind are cut; as
+        long as it was."""
+        if self.wire == "page words":
+            return self.without("page", data)
+        kind, _, field = self.wire.partition(" ")
+        if kind not in ("has", "gone") or field not in _SAID:
+            return data
+        value, instead = _SAID[field]
+
+        def cut(word: re.Match[bytes]) -> bytes:
+            self.taken.add(self.wire)
+            return value.sub(lambda said: said[1] + instead(said[2]), word[0])
+
+        return re.sub(rb'\{"is":"' + kind.encode() + rb'",[^{}]*\}', cut, data)
 
     def without_words(self, kind: str, text: bytes) -> bytes:
         """A page of an inventory, a field of its words of one kind less where such a one is cut."""
@@ -231,4 +256,6 @@ class WorkerWire(Between):
         if found is not None:
             line = self._cuts.without("answer", found[1])
             return data[: found.start(1)] + line + data[found.end(1) :]
+        if b'"words":' in data:
+            return self._cuts.without_said(data)
         return self._cuts.without("status", data) if b'"profile":' in data else data
