@@ -12,6 +12,7 @@ import uvloop
 
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
+from ownerserve.gateway.receipts import ReceiptForm
 from ownerserve.gateway.service import Gateway
 from tests.support.gateway.world import FakeEngine, Scenario, World
 
@@ -43,7 +44,9 @@ def play() -> Callable[..., None]:
                 fake.states = said
             prepare(fakes)
             addresses = tuple(reach(number, fake.port) for number, fake in enumerate(fakes))
-            gateway = Gateway(Config(workers=addresses, **settings))
+            gateway = Gateway(
+                Config(workers=addresses, **{"receipts": ReceiptForm.OPEN, **settings})
+            )
             made = World(fakes, gateway)
             try:
                 await gateway.start()

@@ -29,6 +29,7 @@ from ownerserve.directory.terms import TermFile
 from ownerserve.gateway.admin import admin_app
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
+from ownerserve.gateway.receipts import ReceiptForm
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
@@ -78,7 +79,7 @@ class Unreachable:
 async def another(world: World, directory: Any) -> AsyncIterator[tuple[Gateway, Any]]:
     """A further gateway over the same engines, at a directory, and a client of it."""
     addresses = tuple(Address("127.0.0.1", engine.port) for engine in world.engines)
-    gateway = Gateway(Config(workers=addresses), directory)
+    gateway = Gateway(Config(workers=addresses, receipts=ReceiptForm.OPEN), directory)
     try:
         await gateway.start()
         streams = await asyncio.open_connection("127.0.0.1", gateway.port)

@@ -99,7 +99,15 @@ def fleet(
     gateways = []
     for number in range(2):
         data, admin = stack.enter_context(
-            running(home / f"gateway{number}", "gateway", *FREE_PORTS, *options, *named)
+            running(
+                home / f"gateway{number}",
+                "gateway",
+                *FREE_PORTS,
+                "--receipts",
+                "open",
+                *options,
+                *named,
+            )
         )[0]
         client = stack.enter_context(httpx.Client(base_url=data, timeout=WAIT_S))
         gateways.append((client, admin))

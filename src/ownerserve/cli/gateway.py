@@ -23,6 +23,7 @@ from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker, read_key
 from ownerserve.gateway.http.door import raise_descriptor_limit
 from ownerserve.gateway.logs import LEVELS, LogFormat, set_up, tell
+from ownerserve.gateway.receipts import ReceiptForm
 from ownerserve.gateway.service import Gateway
 from ownerserve.gateway.tenants import read_tenants
 from ownerserve.kv.listening import ADMIN, GATEWAY, LOOPBACK
@@ -192,6 +193,13 @@ def _policies() -> str:
     help="Allow a --host beyond loopback without keys: a proxy in front asks for them.",
 )
 @click.option(
+    "--receipts",
+    type=click.Choice(list(ReceiptForm)),
+    default=ReceiptForm.OPAQUE,
+    show_default=True,
+    help="What answers say of the decision: workers by opaque ids and no prices, or all.",
+)
+@click.option(
     "--admin-host",
     default=LOOPBACK,
     show_default=True,
@@ -267,14 +275,15 @@ def command(
     admin_key_file: Path | None,
     body_memory_mib: int,
     ready_file: Path | None,
+    receipts: str,
     **same: Any,
 ) -> None:
     """Route OpenAI and Anthropic requests to workers, each session to where its state lies.
 
     A session is named by a header (x-session-id, Claude Code, Codex, OpenCode, Dynamo, SGLang)
     or a body field (prompt_cache_key, previous_response_id, user), else by what its requests begin
-    with. Every answer says in x-ownerserve-worker, -reason, -action and -priced where it ran, why,
-    and what else was considered.
+    with. Every answer says in x-ownerserve-worker, -reason and -action where it ran and why; with
+    --receipts open also the worker's address, and in -priced what else was considered.
 
     \b
     ownerserve gateway --worker http://127.0.0.1:8001 --worker http://127.0.0.1:8002
@@ -292,6 +301,7 @@ def command(
         policy=policy,
         tenants=None if tenants_file is None else read_tenants(tenants_file),
         admin_key=_key(admin_key_file, "--admin-key-file"),
+        receipts=ReceiptForm(receipts),
         bodies_max_bytes=body_memory_mib * MIB,
         settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
         seats=None if seats is None else SeatSettings(share=seats),

@@ -5,7 +5,9 @@
 | http | connections and messages: client, upstream, heads, replies, small questions |
 | workers | what is asked of each worker beside its turns: probes, inventories, places, releases |
 | asking | who asks, read from a request before any decision; look-ups of owners in the directory |
-| stamps | what heads say of a turn, up and down |
+| stamps | what heads say of a turn between gateway and worker |
+| receipts | what they say of a decision to the client |
+| tenants | the file of who is let in |
 | logs | the log: workers, directory, turns |
 | exchange | one request's life as phases |
 | turns | what an exchange asks at each step: the router's state, admission, places; counters |

@@ -10,6 +10,7 @@ from ownerserve.gateway.http.access import CREDENTIALS, Address
 from ownerserve.gateway.http.callers import KeyedCallers
 from ownerserve.gateway.http.client import ClientLimits
 from ownerserve.gateway.http.heads import ANYBODY
+from ownerserve.gateway.receipts import ReceiptForm
 from ownerserve.kv.listening import LOOPBACK, Protection
 from ownerserve.kv.units import KIB, MIB
 from ownerserve.kv.wire.curve import FleetKey
@@ -30,6 +31,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Callers who are let in, and whose state is kept apart; None: anybody is, and all share."""
     allow_remote: bool = False
     """Something else asks clients for keys, before this gateway: the operator vouches for it."""
+    receipts: ReceiptForm = ReceiptForm.OPAQUE
+    """How much of the fleet clients are told."""
     admin_host: str = LOOPBACK
     admin_port: int = 0
     admin_key: str | None = None

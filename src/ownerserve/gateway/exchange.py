@@ -27,6 +27,7 @@ import msgspec
 from msgspec import structs
 
 from ownerserve.gateway.asking import IdentifiedRequest
+from ownerserve.gateway.http.callers import Caller
 from ownerserve.gateway.http.client import ClientConnection, HttpRequest
 from ownerserve.gateway.http.door import is_ours
 from ownerserve.gateway.http.events import chunk, error_event, unframed, whole_events
@@ -42,7 +43,7 @@ from ownerserve.gateway.http.replies import (
     too_late,
 )
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
-from ownerserve.gateway.stamps import Stamp, TurnRefused, receipt_lines
+from ownerserve.gateway.stamps import Stamp, TurnRefused
 from ownerserve.gateway.turns import (
     Arrived,
     Correction,
@@ -96,6 +97,10 @@ class TurnPort(Protocol):
         self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
     ) -> Stamp | TurnRefused:
         """Take in an answer's head: return the worker's word on it, or its no to the turn."""
+        ...
+
+    def receipt(self, dispatch: Dispatch, head: ResponseHead, caller: Caller) -> bytes:
+        """Return the header lines that tell the client of the decision."""
         ...
 
     def finished(
@@ -538,7 +543,7 @@ class AwaitingHead(Sent):
         if head.ends_by_close:
             client.close_after_answer()
         lines = b"%bx-request-id: %b\r\n%b" % (
-            receipt_lines(attempt.dispatch),
+            exchange.turns.receipt(attempt.dispatch, head, exchange.request.head.caller),
             exchange.request_id,
             client.connection_line,
         )

@@ -28,36 +28,27 @@ from ownerserve.kv.ids import PrefixHash, WorkerId
 from ownerserve.kv.messages import (
     Epoch,
     ExecutionMode,
-    PlacementAction,
     RoutingUnit,
     execution_mode,
     lost_tokens,
 )
 from ownerserve.kv.wire.headers import (
-    ACTION_HEADER,
     ANSWER_HEADER,
     ENGINE_SESSION_HEADER,
-    EXPECTED_CACHED_HEADER,
     MODEL_HEADER,
     NO_TURN_LINE,
     PREFIX,
-    PRICED_HEADER,
-    REASON_HEADER,
     REFUSAL_HEADER,
-    TURN_CLASS_HEADER,
     TURN_HEADER,
-    WORKER_HEADER,
     AnswerLine,
     AnswerRead,
     TurnLine,
     encode_turn_line,
-    header_line,
     read_answer_line,
     session_id_of,
 )
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.decision import DispatchReason, Option, TurnClass
 from ownerserve.router.messages import Answer, Dispatch
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.sessions import RoutedSession
@@ -251,33 +242,7 @@ def _rounding(cached: int) -> int:
     return 2 * min(cached or BLOCK_TOKENS_MAX, BLOCK_TOKENS_MAX)
 
 
-PRICED_MAX = 4
-"""Alternatives in the header; the admin port has all of them, with their terms."""
-
 _LINE, _ENGINE_LINE = TURN_HEADER.encode(), ENGINE_SESSION_HEADER.encode()
-_REASON = {reason: header_line(REASON_HEADER, reason) for reason in DispatchReason}
-_ACTION = {action: header_line(ACTION_HEADER, action) for action in PlacementAction}
-_TURN = {turn: header_line(TURN_CLASS_HEADER, turn) for turn in TurnClass}
-_WORKER, _EXPECTED = WORKER_HEADER.encode(), EXPECTED_CACHED_HEADER.encode()
-
-
-def receipt_lines(dispatch: Dispatch) -> bytes:
-    """Return the header lines that tell the client where the turn ran, why, by which action, how
-    much was expected to be cached, and what else was priced: ACTION@WORKER=MS, cheapest first."""
-    decision = dispatch.decision
-    lines = b"%b: %b\r\n%b%b%b%b: %d\r\n" % (
-        _WORKER,
-        dispatch.worker.encode(),
-        _REASON[dispatch.reason],
-        _ACTION[decision.action],
-        _TURN[dispatch.turn],
-        _EXPECTED,
-        decision.cached_tokens,
-    )
-    if decision.alternatives:
-        priced = ", ".join(map(_priced, decision.alternatives[:PRICED_MAX]))
-        lines += header_line(PRICED_HEADER, priced)
-    return lines
 
 
 def turn_line_of(
@@ -308,7 +273,3 @@ def order_lines(line: TurnLine) -> bytes:
     if line.name is not None:
         lines += b"%b: %b\r\n" % (_ENGINE_LINE, session_id_of(line).encode())
     return lines
-
-
-def _priced(option: Option) -> str:
-    return f"{option.action.value}@{option.worker.id}={option.total_ms:.1f}"

@@ -26,12 +26,14 @@ from ownerserve.directory.port import Directory
 from ownerserve.gateway.asking import Asking, IdentifiedRequest, SessionFinder
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import open_access
+from ownerserve.gateway.http.callers import Caller
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.door import descriptor_limit, share_of
 from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.upstream import IDLE_MAX, WorkerPool
 from ownerserve.gateway.logs import AccessLog, WorkerLog
+from ownerserve.gateway.receipts import receipts_of
 from ownerserve.gateway.stamps import (
     PromptOutcome,
     Stamp,
@@ -220,6 +222,7 @@ class Turns:
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
         self.lines = WorkerLines(key=config.fleet_key)
         self.places = Places(self.lines)
+        self._receipts = receipts_of(config.receipts)
         self.releasing = Releasing(self.lines, self.worker_names, tell=self.told)
 
     def told(self, event: Reported | Gone | ReleaseEnded | Claimed) -> None:
@@ -367,6 +370,10 @@ class Turns:
             self._access.began(dispatch.receipt, head.status, now_s=now)
         self._report(dispatch, stamp, now)
         return stamp
+
+    def receipt(self, dispatch: Dispatch, head: ResponseHead, caller: Caller) -> bytes:
+        """Return the header lines that tell the client of the decision."""
+        return self._receipts.lines(dispatch, head, tenant=caller.tenant)
 
     def finished(
         self,

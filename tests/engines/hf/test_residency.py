@@ -32,6 +32,7 @@ from ownerserve.engines.hf.http.serve import listen, url_of  # noqa: E402
 from ownerserve.engines.hf.http.server import make_app  # noqa: E402
 from ownerserve.gateway.config import Config  # noqa: E402
 from ownerserve.gateway.http.access import parse_worker  # noqa: E402
+from ownerserve.gateway.receipts import ReceiptForm  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.kv.messages import Tier  # noqa: E402
 from ownerserve.node.runtime.node_runtime import Calibration  # noqa: E402
@@ -122,7 +123,13 @@ class Fleet:
 
     def config(self, **fields: Any) -> Config:
         workers = tuple(parse_worker(life.url) for life in self.lives)
-        return Config(workers=workers, health_interval_s=0.1, settings=SHORT_ANSWERS, **fields)
+        return Config(
+            workers=workers,
+            health_interval_s=0.1,
+            settings=SHORT_ANSWERS,
+            receipts=ReceiptForm.OPEN,
+            **fields,
+        )
 
     def close(self) -> None:
         for life in self.lives:

@@ -20,6 +20,7 @@ from ownerserve.engines.hf.metrics.prometheus import RpcCollector
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker
 from ownerserve.gateway.metrics import GatewayCollector
+from ownerserve.gateway.receipts import ReceiptForm
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.rpc.server import RpcServer
@@ -82,7 +83,9 @@ class ServedGateway:
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         addresses = tuple(parse_worker(worker.url) for worker in workers)
-        self.gateway = self.run(self._start(Config(workers=addresses, **config)))
+        self.gateway = self.run(
+            self._start(Config(workers=addresses, **{"receipts": ReceiptForm.OPEN, **config}))
+        )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.gateway.port}", timeout=WAIT_S)
 
     async def _start(self, config: Config) -> Gateway:

@@ -22,6 +22,7 @@ from ownerserve.kv.wire.headers import (
     ENGINE_SESSION_HEADER,
     EXPECTED_CACHED_HEADER,
     GROUP_HEADER,
+    PLAN_HEADER,
     PREFIX,
     PRICED_HEADER,
     REASON_HEADER,
@@ -81,8 +82,8 @@ _REQUEST_SPECIAL = (
 _DROPPED = HOP_BY_HOP | _OURS | {b"content-length", b"expect"}
 _DROPPED_OF_CLIENTS = _DROPPED | {ENGINE_SESSION_HEADER.encode()}
 """A client's word for its session names it at the gateway; the worker gets the gateway's."""
-_ANSWER_LINE = ANSWER_HEADER.encode()
-"""For gateways alone: it names units and epochs."""
+_KEPT_BACK = frozenset({ANSWER_HEADER.encode(), PLAN_HEADER.encode()})
+"""Lines of workers that name units, epochs and prices: a gateway says what of them goes on."""
 _EVENTS = b"text/event-stream"
 _REQUEST_ID_MAX = 128
 HEALTH = b"/health"
@@ -269,7 +270,7 @@ def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> Res
             is_encoded = True
         if key.startswith(_PREFIX):
             stamp[key[len(_PREFIX) :]] = value
-            if key == _ANSWER_LINE:
+            if key in _KEPT_BACK:
                 continue
         lines += (name, b": ", value, b"\r\n")
     has_events = has_events and not is_encoded and length is None and status == HTTPStatus.OK
