@@ -17,7 +17,7 @@ from tests.gateway.test_tenants import ACME, FILE, GLOBEX, PARTNER, written
 from tests.support.vllm import connectors, tiny
 from tests.support.vllm.installed import distribution
 from tests.support.vllm.rig import Rig
-from tests.support.vllm.serving import SERVE_S, gateway, serve
+from tests.support.vllm.serving import SERVE_S, WarmServers, gateway, serve
 from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
@@ -60,15 +60,15 @@ def talk(url: str, turns: int) -> tuple[list[str], list[int]]:
 
 
 def test_an_agents_loop_goes_on_over_a_restart_of_its_worker(
-    rig: Rig, store: Path, tmp_path: Path
+    rig: Rig, warm: WarmServers, store: Path, tmp_path: Path
 ) -> None:
     model = rig.checkpoint("gemma3")
     connector = connectors.ours(store)
-    with serve(model, connector, tmp_path / "first.log") as worker:
+    with warm.serve(model, connector, tmp_path / "first.log") as worker:
         with gateway([worker.url], tmp_path / "one") as (url, _):
             before, hits = talk(url, turns=4)
         assert min(hits[1:]) > 0, "a later turn finds what the turn before it left"
-    with serve(model, connector, tmp_path / "second.log") as worker:
+    with warm.serve(model, connector, tmp_path / "second.log") as worker:
         with gateway([worker.url], tmp_path / "two") as (url, _):
             after, hits = talk(url, turns=4)
         assert hits[0] >= 256, "the first turn is restored from the store, in another process"

@@ -12,10 +12,9 @@ import pytest
 
 from ownerserve.kv.ids import SessionId
 from tests.support.vllm import connectors
-from tests.support.vllm.installed import distribution
 from tests.support.vllm.ownerships import directory_process
 from tests.support.vllm.rig import Rig
-from tests.support.vllm.serving import Agent, gateway, serve
+from tests.support.vllm.serving import Agent, WarmServers, gateway
 from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
@@ -30,11 +29,11 @@ def released(admin: str) -> float:
 
 
 def test_a_gateway_has_a_session_handed_over_to_where_its_turns_are_done(
-    rig: Rig, tmp_path: Path
+    rig: Rig, warm: WarmServers, tmp_path: Path
 ) -> None:
     """Each turn goes to the other worker. Whose the session is, the gateway knows by the lines on
     their answers: it asked the directory once, when nobody owned it."""
-    model, installed = rig.checkpoint("qwen3"), distribution(tmp_path / "site")
+    model = rig.checkpoint("qwen3")
     with ExitStack() as all_:
         directory = all_.enter_context(directory_process(tmp_path))
         urls = []
@@ -43,7 +42,7 @@ def test_a_gateway_has_a_session_handed_over_to_where_its_turns_are_done(
                 tmp_path / f"store-{number}", directory=directory.address, worker_id=f"v{number}"
             )
             log = tmp_path / f"vllm-{number}.log"
-            server = all_.enter_context(serve(model, connector, log, installed=installed))
+            server = all_.enter_context(warm.serve(model, connector, log))
             urls.append(server.url)
         words = ("--policy", "round_robin", "--directory", directory.address)
         url, admin = all_.enter_context(gateway(urls, tmp_path / "gateway", *words))

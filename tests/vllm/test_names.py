@@ -19,7 +19,7 @@ from ownerserve.kv.wire.headers import TurnLine, session_id_of
 from ownerserve.kv.wire.rpc import Status, StatusIs
 from tests.support.vllm import connectors, tiny
 from tests.support.vllm.rig import Rig, next_turn, settle
-from tests.support.vllm.serving import gateway, serve
+from tests.support.vllm.serving import WarmServers, gateway
 
 pytestmark = pytest.mark.vllm
 
@@ -36,14 +36,16 @@ AGENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_gateways_name_reaches_the_connector(rig: Rig, store: Path, tmp_path: Path) -> None:
+def test_the_gateways_name_reaches_the_connector(
+    rig: Rig, warm: WarmServers, store: Path, tmp_path: Path
+) -> None:
     """Through the whole server, as our own events of what is stored tell it."""
     endpoint = f"ipc://{tempfile.mkdtemp(prefix='kv-')}/e"
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
     flags = ("--kv-events-config", json.dumps(events))
     model = rig.checkpoint("qwen3")
     with (
-        serve(model, connectors.ours(store), tmp_path / "vllm.log", *flags) as worker,
+        warm.serve(model, connectors.ours(store), tmp_path / "vllm.log", *flags) as worker,
         gateway([worker.url], tmp_path / "gateway") as (url, admin),
         zmq.Context() as context,
         context.socket(zmq.SUB) as subscriber,

@@ -11,9 +11,8 @@ import pytest
 
 from tests.support.net import free_port
 from tests.support.vllm import connectors
-from tests.support.vllm.installed import distribution
 from tests.support.vllm.rig import Rig
-from tests.support.vllm.serving import PROMPT_TOKENS, Agent, gateway, serve
+from tests.support.vllm.serving import PROMPT_TOKENS, Agent, WarmServers, gateway
 from tests.support.waits import until
 
 pytestmark = pytest.mark.vllm
@@ -27,18 +26,24 @@ def words_read(admin: str) -> dict[str, float]:
     return {line.split('worker="')[1].split('"')[0]: float(line.split()[-1]) for line in found}
 
 
+def words_of(url: str) -> list[dict[str, Any]]:
+    """What a worker says of all that it has."""
+    page = httpx.get(f"{url}/ownerserve/inventory?after=0", timeout=30).json()
+    words: list[dict[str, Any]] = page["words"]
+    return words
+
+
 def sessions_on(url: str, tier: str) -> int:
-    page: dict[str, Any] = httpx.get(f"{url}/ownerserve/inventory?after=0", timeout=30).json()
-    return sum(word["is"] == "has" and word["tier"] == tier for word in page["words"])
+    return sum(word["is"] == "has" and word["tier"] == tier for word in words_of(url))
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_sessions_return_whichever_worker_came_up_first(
-    rig: Rig, tmp_path: Path, order: tuple[int, int]
+    rig: Rig, warm: WarmServers, tmp_path: Path, order: tuple[int, int]
 ) -> None:
     """One worker is told to end, the other is killed; both begin anew over their stores. One of
     them has ours as a child of MultiConnector, whose other child keeps nothing over a life."""
-    model, installed = rig.checkpoint("qwen3"), distribution(tmp_path / "site")
+    model = rig.checkpoint("qwen3")
     ports = [free_port(), free_port()]
 
     def start(number: int, life: int) -> Any:
@@ -47,7 +52,7 @@ def test_sessions_return_whichever_worker_came_up_first(
             other = connectors.offloading(tmp_path / f"offloaded-{life}")
             connector = connectors.multi(connector, other)
         log = tmp_path / f"vllm-{number}-{life}.log"
-        return serve(model, connector, log, installed=installed, port=ports[number])
+        return warm.serve(model, connector, log, port=ports[number])
 
     with ExitStack() as all_, ExitStack() as first, ExitStack() as second:
         stacks = (first, second)
@@ -58,13 +63,15 @@ def test_sessions_return_whichever_worker_came_up_first(
         homes = [agent.turn()["worker"] for agent in agents]
         assert len(set(homes)) == 2
         until(lambda: sum(sessions_on(one, "disk") for one in urls) == 4)
-        until(lambda: sum(words_read(admin).values()) >= 4)
-        before = words_read(admin)
         servers[order[0]].kill()
         for number in order:
             stacks[number].close()
+            name = f"127.0.0.1:{ports[number]}"
+            before = words_read(admin)[name]
             stacks[number].enter_context(start(number, 1))
-        until(lambda: all(n > before[name] for name, n in words_read(admin).items()))
+            words = len(words_of(urls[number]))
+            assert words >= sum(home == name for home in homes)
+            until(lambda: words_read(admin)[name] - before >= words)  # noqa: B023
         for number in order[::-1]:
             for agent, home in zip(agents, homes, strict=True):
                 if home.endswith(str(ports[number])):

@@ -20,6 +20,7 @@ from tests.support.children import ROOT
 from tests.support.net import free_port
 from tests.support.vllm import tiny
 from tests.support.vllm.fleet import vllm_python
+from tests.support.waits import until
 
 SERVE_S = 480.0
 END_S = 30.0
@@ -146,8 +147,10 @@ class Server(NamedTuple):
     pid: int
 
     def kill(self) -> None:
-        """kill -9 to all of it."""
+        """kill -9 to all of it. The next server may have its port: what vLLM forked holds it too,
+        and is gone when this returns."""
         os.killpg(self.pid, signal.SIGKILL)
+        until(lambda: not _runs(self.pid), what="its processes to go")
 
     def end(self) -> None:
         """SIGTERM, and kill -9 to all that is left when it takes too long."""
@@ -161,11 +164,26 @@ class Server(NamedTuple):
 
     def is_over(self) -> bool:
         """Whether its first process has ended; what nobody waits for yet is a zombie."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        return stat.rpartition(")")[2].split()[0] == "Z"
+        state, _, _ = _stat_of(Path(f"/proc/{self.pid}"))
+        return state in GONE
+
+
+GONE = ("", "Z", "X")
+
+
+def _runs(group: int) -> bool:
+    """Whether a process group has processes that run."""
+    stats = map(_stat_of, Path("/proc").glob("[0-9]*"))
+    return any(state not in GONE and int(own) == group for state, _, own in stats)
+
+
+def _stat_of(process: Path) -> tuple[str, str, str]:
+    """A process's state, its parent and its group; empty: it has gone."""
+    try:
+        state, parent, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+    except (FileNotFoundError, ProcessLookupError):
+        return "", "", ""
+    return state, parent, group
 
 
 def _wait_healthy(url: str, is_over: Callable[[], bool], log: Path) -> None:

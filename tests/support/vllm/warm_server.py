@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,12 +33,15 @@ class Order(msgspec.Struct):
 def _import_vllm() -> None:
     import transformers  # noqa: F401
     import vllm.entrypoints.launchers.api_server.entry
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.qwen3
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_model_runner
     import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    import ownerserve.engines.vllm.connector  # noqa: F401
 
 
 def main() -> None:
@@ -68,6 +72,8 @@ def _serve(order: Order) -> NoReturn:
         sys.argv = ["vllm", *order.given]
         serve()
         code = 0
+    except Exception:  # noqa: BLE001  the root of this process
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -34,11 +34,13 @@ SETTINGS = {
 def _import_vllm() -> None:
     import transformers  # noqa: F401
     import vllm.engine.arg_utils
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.engine.llm_engine
     import vllm.v1.executor.multiproc_executor
     import vllm.v1.worker.cpu_model_runner
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
+    import ownerserve.engines.vllm.connector  # noqa: F401
     from tests.support.vllm import worker  # noqa: F401
 
 
