@@ -82,6 +82,9 @@ def _set_up_log() -> bool:
     return bool(said["access_log"])
 
 
+OPENING_S = 5.0
+
+
 def _policies() -> str:
     """Return a line for each policy, the first of its module, with what it needs of its workers."""
     lines = []
@@ -247,6 +250,14 @@ def _policies() -> str:
 )
 @log_options
 @click.option(
+    "--opening",
+    "opening_s",
+    type=Finite(min=0),
+    metavar="SECONDS",
+    help="How long after its start sessions that nobody knows go by a hash that all gateways share,"
+    " not by load alone. Default: 5 with --directory, which other gateways may ask too, else 0.",
+)
+@click.option(
     "--drain-timeout",
     "drain_timeout_s",
     type=Finite(min=0),
@@ -276,6 +287,7 @@ def command(
     body_memory_mib: int,
     ready_file: Path | None,
     receipts: str,
+    opening_s: float | None,
     **same: Any,
 ) -> None:
     """Route OpenAI and Anthropic requests to workers, each session to where its state lies.
@@ -302,6 +314,7 @@ def command(
         tenants=None if tenants_file is None else read_tenants(tenants_file),
         admin_key=_key(admin_key_file, "--admin-key-file"),
         receipts=ReceiptForm(receipts),
+        opening_s=_opening_s(opening_s, directory),
         bodies_max_bytes=body_memory_mib * MIB,
         settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
         seats=None if seats is None else SeatSettings(share=seats),
@@ -313,6 +326,13 @@ def command(
     shared = None if directory is None else opener_of(directory, key)()
     config = replace(config, access_log=_set_up_log(), **same)
     uvloop.run(_serve(config, shared, ready_file))
+
+
+def _opening_s(given: float | None, directory: str | None) -> float:
+    """Return how long the opening window is: a gateway alone needs none."""
+    if given is not None:
+        return given
+    return 0.0 if directory is None else OPENING_S
 
 
 def _key(path: Path | None, option: str) -> str | None:

@@ -53,6 +53,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The same for an answer that is sent whole, of which nothing comes before its last token."""
     idle_timeout_s: float = 75.0
     """A kept connection without a request is closed after this."""
+    opening_s: float = 0.0
+    """So long after its start it sends sessions that nobody knows where others that begin with it
+    would (router/opening.py); 0: it goes by its own tables from the first on."""
     drain_timeout_s: float = 30.0
     access_log: bool = False
     """Whether the log has a line for each turn."""

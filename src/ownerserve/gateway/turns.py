@@ -81,6 +81,7 @@ from ownerserve.router.messages import (
     Stamped,
     Unpromised,
 )
+from ownerserve.router.opening import OpeningRule
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage, believed, scan_usage
 from ownerserve.router.requests.identity import SessionIdentity
@@ -195,7 +196,10 @@ class Turns:
         self._whole_answer_timeout_s = config.whole_answer_timeout_s
         self.policy = make_policy(config.policy, config.settings)
         self.state = RouterState(
-            self.policy, settings=config.settings, down_asked_max=DOWN_ASKED_MAX
+            self.policy,
+            settings=config.settings,
+            down_asked_max=DOWN_ASKED_MAX,
+            opening=OpeningRule(self.now() + config.opening_s, behind_ms=config.settings.hot_ms),
         )
         self.access = open_access(config.worker_key, config.worker_ca_file)
         self.share = share_of(descriptor_limit(), len(config.workers))

@@ -49,6 +49,9 @@ class DispatchReason(Label):
     """The best by the policy's own formula."""
     OWNER = "owner"
     NEW_SESSION = "new_session"
+    OPENING = "opening"
+    """Nobody knows the session, and the gateway has just begun: where others that did so send it
+    too."""
     OWNER_LOST = "owner_lost"
     """The owner is gone and nothing of the session is left: a cold start from the token log."""
     RECOVERED = "recovered"

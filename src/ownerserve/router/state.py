@@ -77,6 +77,7 @@ from ownerserve.router.messages import (
     WorkerDown,
     WorkerUp,
 )
+from ownerserve.router.opening import NEVER_OPENING, OpeningRule
 from ownerserve.router.policies.base import RoutingPolicy
 from ownerserve.router.requests.body import Prompt, believed
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession, SessionTable
@@ -205,6 +206,7 @@ class RouterState:
         settings: Settings = DEFAULTS,
         retries: RetryBudget | None = None,
         down_asked_max: int = 0,
+        opening: OpeningRule = NEVER_OPENING,
     ) -> None:
         self.fleet = Fleet()
         self.sessions = SessionTable()
@@ -218,6 +220,7 @@ class RouterState:
         self._issued = 0
         self._draining = False
         self._down_asked_max = down_asked_max
+        self._opening = opening
         self._on: dict[type, Callable[[Any, float], Outcome]] = {
             WorkerUp: self._worker_up,
             WorkerDown: self._worker_down,
@@ -296,6 +299,7 @@ class RouterState:
                 self._knowledge.fork(session, event)
         request = ask(event, session, candidates, limits=self._settings, now_s=now)
         decision = self._policy.decide(request, candidates)
+        decision = self._opening.revised(decision, request, candidates, name=name)
         live = _Live(event, name, session, decision, 0, (), decision.reason)
         if not decision.worker.up:
             live.down_asked, live.reason = 1, DispatchReason.NOBODY_UP

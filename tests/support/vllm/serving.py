@@ -204,7 +204,7 @@ def gateway(workers: Sequence[str], folder: Path, *more: str) -> Iterator[tuple[
     """One in front of `workers`: its URL and its admin port's."""
     folder.mkdir()
     over = [word for url in workers for word in ("--worker", url)]
-    child = Child("gateway", ["gateway", *FREE_PORTS, *over, *more], folder)
+    child = Child("gateway", ["gateway", *FREE_PORTS, "--opening", "0", *over, *more], folder)
     try:
         url, admin = child.wait_ready(60)
         yield url, admin

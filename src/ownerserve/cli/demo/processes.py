@@ -21,7 +21,10 @@ from ownerserve.kv.errors import PeerLost
 
 PR_SET_PDEATHSIG = 1
 STOP_S = 10.0
-GATEWAY_ARGUMENTS = ("--prefill-ms", "0.3", "--hot-ms", "300", "--cool-s", "2")
+GATEWAY_ARGUMENTS = (
+    *("--prefill-ms", "0.3", "--hot-ms", "300", "--cool-s", "2"),
+    *("--opening", "0"),  # it is alone
+)
 """A tiny model on a CPU core computes a token in about that time, and the demo's gaps are short:
 the defaults are for a GPU and for sessions that last for hours."""
 FREE_PORTS = ("--port", "0", "--admin-port", "0")
