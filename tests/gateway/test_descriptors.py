@@ -50,7 +50,7 @@ def test_clients_that_take_all_descriptors_cost_no_worker_and_no_turn(tmp_path: 
         assert [ask(running.data_url) for _ in range(8)] == [200] * 8
         workers = json.loads(admin(running, "/status"))["workers"]
         assert [worker["up"] for worker in workers] == [True, True]
-        assert "ownerserve_worker_downs_total{" not in admin(running, "/metrics")
+        assert "ownerserve_gateway_worker_downs_total{" not in admin(running, "/metrics")
         assert "Traceback" not in running.said.read_text()
 
 

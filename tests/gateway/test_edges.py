@@ -76,7 +76,7 @@ def test_a_refusal_leads_to_the_next_worker_and_takes_nothing_from_the_first(pla
         assert second["x-ownerserve-reason"] == "retry_other_worker"
         assert len(world.gateway.state.fleet.up) == 2
         metrics = (await admin(world, "/metrics")).text
-        assert 'ownerserve_pressure_total{kind="refused",reason="no_room"} 1.0' in metrics
+        assert 'ownerserve_gateway_pressure_total{kind="refused",reason="no_room"} 1.0' in metrics
 
     play(scenario)
 
@@ -100,8 +100,8 @@ def test_when_all_refuse_the_client_hears_429_why_and_when(
             engine.refuses = None
         assert (await client.post("/v1/chat/completions", x__session__id="a")).status == 200
         metrics = (await admin(world, "/metrics")).text
-        assert f'ownerserve_pressure_total{{kind="refused",reason="{code}"}} 2.0' in metrics
-        assert f'ownerserve_pressure_total{{kind="error",reason="{code}"}} 1.0' in metrics
+        assert f'ownerserve_gateway_pressure_total{{kind="refused",reason="{code}"}} 2.0' in metrics
+        assert f'ownerserve_gateway_pressure_total{{kind="error",reason="{code}"}} 1.0' in metrics
 
     play(scenario)
 
@@ -238,8 +238,8 @@ def test_receipts_are_compared_with_what_the_engine_found(play: Play) -> None:
         engine.cached_tokens = expected - 7
         await client.post("/v1/chat/completions", body, x__session__id="a")
         metrics = (await admin(world, "/metrics")).text
-        assert "ownerserve_zero_hits_total 1.0" in metrics
-        assert 'ownerserve_receipt_error_tokens_bucket{le="16.0"} 2.0' in metrics
+        assert "ownerserve_gateway_zero_hits_total 1.0" in metrics
+        assert 'ownerserve_gateway_receipt_error_tokens_bucket{le="16.0"} 2.0' in metrics
         engine.cached_tokens = None  # an engine that does not count says nothing
         await client.post("/v1/chat/completions", body, x__session__id="a")
         assert observer.zero_hits == 1
@@ -342,7 +342,7 @@ def test_a_bad_line_costs_no_turn_and_is_counted_by_field(play: Play) -> None:
         assert (await client.post("/v1/chat/completions", x__session__id="a")).status == 200
         metrics = (await admin(world, "/metrics")).text
         for field, times in (("epoch", 2.0), ("mode", 2.0), ("line", 1.0)):
-            told = f'ownerserve_answer_line_problems_total{{field="{field}"}} {times}'
+            told = f'ownerserve_gateway_answer_line_problems_total{{field="{field}"}} {times}'
             assert told in metrics
 
     play(scenario, engines=1, health_interval_s=10.0)

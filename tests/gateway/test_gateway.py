@@ -337,9 +337,9 @@ def test_the_admin_port_shows_workers_decisions_and_metrics(play: Play) -> None:
             assert decisions[0]["worker"] == answer["x-ownerserve-worker"]
             assert (await admin.get("/decisions?last=x")).status_code == 400
             metrics = (await admin.get("/metrics")).text
-            assert 'ownerserve_dispatches_total{reason="owner"} 2.0' in metrics
-            assert "ownerserve_first_byte_seconds_count 3.0" in metrics
-            assert "ownerserve_prompt_tokens_total 9.0" in metrics
+            assert 'ownerserve_gateway_dispatches_total{reason="owner"} 2.0' in metrics
+            assert "ownerserve_gateway_first_byte_seconds_count 3.0" in metrics
+            assert "ownerserve_gateway_prompt_tokens_total 9.0" in metrics
             assert (await admin.get("/health")).json() == {"workers_up": 2}
 
     play(scenario)

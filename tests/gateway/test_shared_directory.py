@@ -133,7 +133,7 @@ def test_a_session_finds_its_owner_through_either_gateway(kind: str, tmp_path: P
         assert second.headers["x-ownerserve-worker"] == first.headers["x-ownerserve-worker"]
         assert second.headers["x-ownerserve-reason"] == "owner"
         assert int(second.headers["x-ownerserve-cached-tokens"]) > 100
-        asked = "ownerserve_directory_answers_total"
+        asked = "ownerserve_gateway_directory_answers_total"
         assert counted(admin, asked) == counted(admin, asked + '{answer="session_is"}') == 1
         assert sum(counted(worker, "ownerserve_sessions_owned") for worker in workers) == 1
         # A directory that is lost costs no turn: both go by what they know.
@@ -161,7 +161,7 @@ def test_what_one_gateway_did_the_other_hears_of_from_the_workers(tmp_path: Path
         messages = [{"role": "user", "content": "tell me of homes and inventories. " * 40}]
         place = turn(one, messages).headers["x-ownerserve-worker"]
         until(
-            lambda: counted(admin, "ownerserve_worker_extents"),
+            lambda: counted(admin, "ownerserve_gateway_worker_extents"),
             within_s=BOUND_S,
             what="an inventory is read",
         )

@@ -42,7 +42,7 @@ async def answers(gateway: Gateway, answer: str) -> float:
     transport = httpx.ASGITransport(admin_app(gateway))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
         lines = (await client.get("/metrics")).text.splitlines()
-    start = f'ownerserve_directory_answers_total{{answer="{answer}"}}'
+    start = f'ownerserve_gateway_directory_answers_total{{answer="{answer}"}}'
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
 
 

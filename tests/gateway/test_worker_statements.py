@@ -244,7 +244,7 @@ def test_a_usage_beyond_the_stated_length_teaches_nothing(play: Play) -> None:
             await client.post("/v1/chat/completions", x__session__id="a")
             assert account.usages_refused == refused
         told = (await admin(world, "/metrics")).text
-        assert "ownerserve_usages_refused_total 1.0" in told
+        assert "ownerserve_gateway_usages_refused_total 1.0" in told
 
     record = stated("m", 1.0, 1.0, sequence_tokens=4096)
     play(scenario, states=[msgspec.json.encode(record)], engines=1)

@@ -80,7 +80,9 @@ def on_nodes(fleet: Fleet) -> set[str]:
         for line in httpx.get(
             f"http://127.0.0.1:{admin}/metrics", timeout=WAIT_S
         ).text.splitlines():
-            if line.startswith("ownerserve_node_requests_total{") and not line.endswith(" 0.0"):
+            if line.startswith("ownerserve_gateway_node_requests_total{") and not line.endswith(
+                " 0.0"
+            ):
                 types.add(line.split('"')[1])
     return types
 

@@ -110,7 +110,7 @@ def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Pa
         with gateway([server.url], tmp_path / "gateway") as (url, admin):
             what_came_of_prompts_is_heard(url, admin)
             [decided] = httpx.get(f"{admin}/decisions?last=1", timeout=30).json()["decisions"]
-            assert counter(admin, 'ownerserve_places_total{outcome="admitted"}') >= 1
+            assert counter(admin, 'ownerserve_gateway_places_total{outcome="admitted"}') >= 1
         what_is_held_is_answered(server.url, decided["session"])
         keys = written(tmp_path, FILE)
         with gateway([server.url], tmp_path / "tenants", "--tenants-file", str(keys)) as (url, _):
@@ -126,10 +126,10 @@ def what_came_of_prompts_is_heard(url: str, admin: str) -> None:
         prompt += tiny.prompt(256, seed=turn)
     blocks = [(700 + 256 * turn) // B * B for turn in range(3)]
     assert expected == [0, *blocks[:2]]
-    assert counter(admin, "ownerserve_reseeds_total") == 0
+    assert counter(admin, "ownerserve_gateway_reseeds_total") == 0
     streamed(url, prompt, cache_salt="its state is another's")
-    assert counter(admin, "ownerserve_reseeds_total") == 1
-    assert counter(admin, "ownerserve_lost_tokens_total") >= blocks[2]
+    assert counter(admin, "ownerserve_gateway_reseeds_total") == 1
+    assert counter(admin, "ownerserve_gateway_lost_tokens_total") >= blocks[2]
 
 
 def tenants_are_parted(url: str, worker: str) -> None:

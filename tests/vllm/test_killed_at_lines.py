@@ -148,9 +148,11 @@ class Fleet(NamedTuple):
 
     def at_rest(self) -> bool:
         port = int(self.admin.rpartition(":")[2])
-        ended = metric(port, "ownerserve_ends_total") + metric(port, "ownerserve_refusals_total")
-        came = metric(port, "ownerserve_requests_total")
-        return not metric(port, "ownerserve_live") and came == ended
+        ended = metric(port, "ownerserve_gateway_ends_total") + metric(
+            port, "ownerserve_gateway_refusals_total"
+        )
+        came = metric(port, "ownerserve_gateway_requests_total")
+        return not metric(port, "ownerserve_gateway_live") and came == ended
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vllm
 def words_read(admin: str) -> dict[str, float]:
     """How many words of each worker's inventory the gateway has read."""
     lines = httpx.get(f"{admin}/metrics", timeout=30).text.splitlines()
-    start = "ownerserve_worker_inventory_total"
+    start = "ownerserve_gateway_worker_inventory_total"
     found = [line for line in lines if line.startswith(start) and 'kind="words"' in line]
     return {line.split('worker="')[1].split('"')[0]: float(line.split()[-1]) for line in found}
 

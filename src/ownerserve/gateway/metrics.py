@@ -20,27 +20,35 @@ from ownerserve.gateway.turns import Histogram
 if TYPE_CHECKING:
     from ownerserve.gateway.service import Gateway
 
+_P = "ownerserve_gateway_"
+"""This stands before each name: what a worker counts under a like one is another thing, and a sum
+over processes would have both."""
+
 _BY_LABEL = (
-    ("reasons", "ownerserve_dispatches", "Dispatches by the decision's reason.", "reason"),
-    ("refusals", "ownerserve_refusals", "Requests that got no worker.", "refusal"),
-    ("failures", "ownerserve_attempt_failures", "Attempts lost before the first byte.", "failure"),
-    ("downs", "ownerserve_worker_downs", "Workers taken out.", "why"),
+    ("reasons", _P + "dispatches", "Dispatches by the decision's reason.", "reason"),
+    ("refusals", _P + "refusals", "Requests that got no worker.", "refusal"),
+    (
+        "failures",
+        _P + "attempt_failures",
+        "Attempts lost before the first byte.",
+        "failure",
+    ),
+    ("downs", _P + "worker_downs", "Workers taken out.", "why"),
 )
 _PER_WORKER = (
-    ("ownerserve_worker_up", "1 when the worker may be chosen.", "up"),
-    ("ownerserve_worker_requests", "Requests dispatched and not ended.", "requests"),
+    (_P + "worker_up", "1 when the worker may be chosen.", "up"),
+    (_P + "worker_requests", "Requests dispatched and not ended.", "requests"),
     (
-        "ownerserve_worker_pending_prefill_tokens",
+        _P + "worker_pending_prefill_tokens",
         "Estimated tokens of dispatched requests without a first byte.",
         "pending_prefill_tokens",
     ),
     (
-        "ownerserve_worker_queue_ms",
-        "Estimated prefill time of everybody's requests there, by the worker's last word.",
-        "queue_ms",
+        _P + "worker_held_tokens",
+        "Estimated prompt tokens of live requests.",
+        "held_tokens",
     ),
-    ("ownerserve_worker_held_tokens", "Estimated prompt tokens of live requests.", "held_tokens"),
-    ("ownerserve_worker_sessions", "Sessions bound to the worker.", "bound_sessions"),
+    (_P + "worker_sessions", "Sessions bound to the worker.", "bound_sessions"),
 )
 
 
@@ -62,7 +70,7 @@ class GatewayCollector(Collector):
         yield from self._nodes()
         for kind in ("prompt", "cached", "output"):
             yield CounterMetricFamily(
-                f"ownerserve_{kind}_tokens",
+                f"{_P}{kind}_tokens",
                 f"{kind.capitalize()} tokens that workers reported in `usage`.",
                 value=getattr(observer, f"{kind}_tokens"),
             )
@@ -70,27 +78,43 @@ class GatewayCollector(Collector):
     def _requests(self) -> Iterator[Metric]:
         account, observer = self._gateway.state.account, self._gateway.turns.observer
         yield CounterMetricFamily(
-            "ownerserve_requests", "Requests that asked for a worker.", value=account.received
+            _P + "requests",
+            "Requests that asked for a worker.",
+            value=account.received,
         )
-        ends = CounterMetricFamily("ownerserve_ends", "How dispatches ended.", labels=["end"])
+        ends = CounterMetricFamily(_P + "ends", "How dispatches ended.", labels=["end"])
         for end in ("finished", "broken", "aborted"):
             ends.add_metric([end], getattr(account, end))
         yield ends
         yield CounterMetricFamily(
-            "ownerserve_usages_refused",
+            _P + "usages_refused",
             "Answers whose `usage` no sequence of the model can have.",
             value=account.usages_refused,
         )
         yield GaugeMetricFamily(
-            "ownerserve_live", "Dispatches not ended.", value=self._gateway.state.live
+            _P + "live", "Dispatches not ended.", value=self._gateway.state.live
         )
         yield GaugeMetricFamily(
-            "ownerserve_sessions_waiting",
+            _P + "sessions_waiting",
             "New sessions that wait for a seat.",
             value=len(self._gateway.turns.admission),
         )
+        door = self._gateway.door
         yield GaugeMetricFamily(
-            "ownerserve_request_body_bytes",
+            _P + "clients", "Clients that are connected.", value=len(self._gateway.clients)
+        )
+        yield GaugeMetricFamily(
+            _P + "clients_max",
+            "Clients for whom there are descriptors: further ones wait.",
+            value=self._gateway.turns.share.clients_max,
+        )
+        yield CounterMetricFamily(
+            _P + "clients_full",
+            "Times that as many clients were connected as there are descriptors for.",
+            value=0 if door is None else door.shut_times,
+        )
+        yield GaugeMetricFamily(
+            _P + "request_body_bytes",
             "Memory that the bodies of requests hold, from their first byte to the answer's.",
             value=self._gateway.bodies.held_bytes,
         )
@@ -99,7 +123,7 @@ class GatewayCollector(Collector):
             for key, value in getattr(account, attribute).items():
                 family.add_metric([key], value)
             yield family
-        errors = CounterMetricFamily("ownerserve_errors", "Error answers by code.", labels=["code"])
+        errors = CounterMetricFamily(_P + "errors", "Error answers by code.", labels=["code"])
         for code, value in observer.rejections.items():
             errors.add_metric([code], value)
         yield errors
@@ -108,7 +132,7 @@ class GatewayCollector(Collector):
         """Yield the families that set decisions against what came of them."""
         observer = self._gateway.turns.observer
         pressure = CounterMetricFamily(
-            "ownerserve_pressure",
+            _P + "pressure",
             "What did not go as decided: workers' refusals, lost attempts, state that was not "
             "where it was expected, errors told to clients.",
             labels=["kind", "reason"],
@@ -122,22 +146,22 @@ class GatewayCollector(Collector):
             observer.receipt_error_tokens,
         )
         yield CounterMetricFamily(
-            "ownerserve_expected_cached_tokens",
+            _P + "expected_cached_tokens",
             "Prompt tokens of finished turns that decisions expected to be cached.",
             value=observer.expected_cached_tokens,
         )
         yield CounterMetricFamily(
-            "ownerserve_zero_hits",
+            _P + "zero_hits",
             "Turns sent to where their state was expected, of which the engine had nothing.",
             value=observer.zero_hits,
         )
         yield CounterMetricFamily(
-            "ownerserve_reseeds",
+            _P + "reseeds",
             "Turns of known sessions of whose state something was lost.",
             value=observer.reseeds,
         )
         yield CounterMetricFamily(
-            "ownerserve_lost_tokens",
+            _P + "lost_tokens",
             "Tokens that sessions' last turns had left and that were not at hand for their next.",
             value=observer.lost_tokens,
         )
@@ -180,8 +204,16 @@ class GatewayCollector(Collector):
             for worker in self._gateway.state.fleet:
                 family.add_metric([worker.id], float(getattr(worker, attribute)))
             yield family
+        queues = GaugeMetricFamily(
+            _P + "worker_queue_seconds",
+            "Estimated prefill time of everybody's requests there, by the worker's last word.",
+            labels=["worker"],
+        )
+        for worker in self._gateway.state.fleet:
+            queues.add_metric([worker.id], worker.queue_ms / 1000.0)
+        yield queues
         problems = CounterMetricFamily(
-            "ownerserve_worker_statement_problems",
+            _P + "worker_statement_problems",
             "Statements of a worker (/ownerserve/status) in which a field could not be used.",
             labels=["worker", "field"],
         )
@@ -190,12 +222,12 @@ class GatewayCollector(Collector):
                 problems.add_metric([name, field], value)
         yield problems
         read = CounterMetricFamily(
-            "ownerserve_worker_inventory",
+            _P + "worker_inventory",
             "Pages of a worker's inventory that were read, words in them, readings that failed.",
             labels=["worker", "kind"],
         )
         held = GaugeMetricFamily(
-            "ownerserve_worker_extents",
+            _P + "worker_extents",
             "Sessions' extents that a worker says it holds, one for each tier.",
             labels=["worker"],
         )
@@ -207,7 +239,7 @@ class GatewayCollector(Collector):
         yield read
         yield held
         connections = CounterMetricFamily(
-            "ownerserve_worker_connections",
+            _P + "worker_connections",
             "Connections opened to a worker, and exchanges on a kept one.",
             labels=["worker", "kind"],
         )
@@ -216,14 +248,16 @@ class GatewayCollector(Collector):
             connections.add_metric([name, "reused"], pool.reused)
         yield connections
         yield GaugeMetricFamily(
-            "ownerserve_sessions", "Sessions known.", value=len(self._gateway.state.sessions)
+            _P + "sessions",
+            "Sessions known.",
+            value=len(self._gateway.state.sessions),
         )
 
 
 def _counts(name: str, text: str, **counts: Mapping[str, int]) -> Metric:
     """Return a counter with one label, named like the only one of `counts`."""
     ((label, values),) = counts.items()
-    family = CounterMetricFamily(f"ownerserve_{name}", text, labels=[label])
+    family = CounterMetricFamily(f"{_P}{name}", text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
     return family
@@ -232,7 +266,7 @@ def _counts(name: str, text: str, **counts: Mapping[str, int]) -> Metric:
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
     edges = [*(str(float(edge)) for edge in histogram.edges), "+Inf"]
     return HistogramMetricFamily(
-        f"ownerserve_{name}",
+        f"{_P}{name}",
         text,
         buckets=list(zip(edges, accumulate(histogram.counts), strict=True)),
         sum_value=histogram.sum,

@@ -96,13 +96,15 @@ def test_a_new_session_comes_with_a_place_and_its_next_turn_without(
     before = sum(w.metric('ownerserve_reservations_total{outcome="reserved"}') for w in workers)
     first = gateway.complete(text(300, 1), "a")
     assert first.status_code == 200
-    assert gateway.metric("ownerserve_places_total", outcome="reserved") == 1
+    assert gateway.metric("ownerserve_gateway_places_total", outcome="reserved") == 1
     after = sum(w.metric('ownerserve_reservations_total{outcome="reserved"}') for w in workers)
     assert after - before == 1
     answer = first.json()["choices"][0]["token_ids"]
     second = gateway.complete([*text(300, 1), *answer, *text(20, 2)], "a")
     assert second.headers["x-ownerserve-mode"] == "direct_append"
-    assert gateway.metric("ownerserve_places_total", outcome="reserved") == 1, "sent unasked"
+    assert gateway.metric("ownerserve_gateway_places_total", outcome="reserved") == 1, (
+        "sent unasked"
+    )
     assert not gateway.read(lambda: dict(gateway.gateway.turns.observer.pressure))
 
 
@@ -118,7 +120,10 @@ def test_who_has_no_room_is_not_sent_the_turn(
         for number in range(4):
             answer = gateway.complete(text(300, 10 + number), f"new {number}")
             assert answer.headers["x-ownerserve-worker"] == other.name
-        assert gateway.metric("ownerserve_pressure_total", kind="refused", reason="no_room") > 0
+        assert (
+            gateway.metric("ownerserve_gateway_pressure_total", kind="refused", reason="no_room")
+            > 0
+        )
     finally:
         emptied(asked, full)
 
@@ -138,7 +143,7 @@ def test_where_nobody_has_room_a_turn_waits_in_a_queue(
     answer = gateway.complete(text(300, 20), "waits")
     thread.join()
     assert answer.status_code == 200
-    assert gateway.metric("ownerserve_pressure_total", kind="unasked") == 1
+    assert gateway.metric("ownerserve_gateway_pressure_total", kind="unasked") == 1
 
 
 def test_a_silent_admission_delays_a_turn_by_the_deadline_and_no_more(
@@ -160,8 +165,11 @@ def test_a_silent_admission_delays_a_turn_by_the_deadline_and_no_more(
             heard.append(decode_request(silent.recv_multipart()[-1]))
         assert len(heard) == math.ceil(ASK_S / REPEAT_S) + 1, "said again, then called off"
         assert len({nonce for _, nonce in heard[:-1]}) == 1
-        assert gateway.metric("ownerserve_places_total", outcome="no_answer") == 1
-        assert gateway.metric("ownerserve_pressure_total", kind="unasked", reason="no_word") == 1
+        assert gateway.metric("ownerserve_gateway_places_total", outcome="no_answer") == 1
+        assert (
+            gateway.metric("ownerserve_gateway_pressure_total", kind="unasked", reason="no_word")
+            == 1
+        )
     finally:
         silent.close(0)
         gateway.close()
@@ -181,8 +189,10 @@ def test_an_append_that_would_wait_is_refused_before_work_and_goes_to_the_next_w
         emptied(owner, full)
     assert answer.headers["x-ownerserve-worker"] == other.name
     assert answer.headers["x-ownerserve-reason"] == "retry_other_worker"
-    assert gateway.metric("ownerserve_pressure_total", kind="refused", reason="no_room") == 1
-    assert gateway.metric("ownerserve_places_total", outcome="no_room") == 0, "nobody asked"
+    assert (
+        gateway.metric("ownerserve_gateway_pressure_total", kind="refused", reason="no_room") == 1
+    )
+    assert gateway.metric("ownerserve_gateway_places_total", outcome="no_room") == 0, "nobody asked"
 
 
 def test_a_place_is_kept_for_a_turn_that_is_on_its_way(
@@ -210,7 +220,7 @@ def test_a_place_is_kept_for_a_turn_that_is_on_its_way(
     monkeypatch.setattr(TurnAdmission, "answer", answered)
     monkeypatch.setattr(server, "completion_prompt", read)
     assert gateway.complete(text(300, 60), "slow to read").status_code == 200
-    assert gateway.metric("ownerserve_places_total", outcome="reserved") == 1
+    assert gateway.metric("ownerserve_gateway_places_total", outcome="reserved") == 1
     assert not gateway.read(lambda: dict(gateway.gateway.turns.observer.pressure))
 
 

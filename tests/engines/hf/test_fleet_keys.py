@@ -59,7 +59,7 @@ def running(home: Path, *arguments: str) -> Iterator[list[str]]:
 
 def outcomes(admin: str) -> dict[str, float]:
     """What came of asking workers for places."""
-    start = 'ownerserve_places_total{outcome="'
+    start = 'ownerserve_gateway_places_total{outcome="'
     lines = httpx.get(f"{admin}/metrics").text.splitlines()
     said = [line.removeprefix(start).split('"} ') for line in lines if line.startswith(start)]
     return {name: float(count) for name, count in said}

@@ -44,7 +44,7 @@ def test_a_partial_loss_is_a_reseed_with_its_tokens_counted(
     answer = first.json()["choices"][0]["token_ids"]
     for seed in range(2, 12):  # others, with the same system prompt, until hardly anything is left
         gateway.complete([*SYSTEM, *text(1000, seed)], f"other {seed}")
-    before = gateway.metric("ownerserve_lost_tokens_total")
+    before = gateway.metric("ownerserve_gateway_lost_tokens_total")
     second = gateway.complete([*prompt, *answer, *text(40, 99)], "a")
     cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached < 400
@@ -54,9 +54,11 @@ def test_a_partial_loss_is_a_reseed_with_its_tokens_counted(
     assert worker.metric('ownerserve_execution_mode_total{mode="reseed"}') == 1
     assert worker.metric("ownerserve_lost_tokens_total") == lost
     assert worker.metric("ownerserve_reseeds_total") == 1
-    assert gateway.metric("ownerserve_reseeds_total") == 1
-    assert gateway.metric("ownerserve_lost_tokens_total") - before == lost
-    assert gateway.metric("ownerserve_pressure_total", kind="fallback", reason="reseed") == 1
+    assert gateway.metric("ownerserve_gateway_reseeds_total") == 1
+    assert gateway.metric("ownerserve_gateway_lost_tokens_total") - before == lost
+    assert (
+        gateway.metric("ownerserve_gateway_pressure_total", kind="fallback", reason="reseed") == 1
+    )
 
 
 def test_an_append_a_branch_and_an_edited_history_lose_nothing(
@@ -74,4 +76,4 @@ def test_an_append_a_branch_and_an_edited_history_lose_nothing(
     assert "x-ownerserve-lost-tokens" not in compacted.headers
     branch = gateway.complete([*prompt, *text(30, 35)], "another")
     assert branch.headers["x-ownerserve-mode"] == "seed"
-    assert gateway.metric("ownerserve_lost_tokens_total") == 0
+    assert gateway.metric("ownerserve_gateway_lost_tokens_total") == 0

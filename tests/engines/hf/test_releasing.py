@@ -42,7 +42,7 @@ def test_who_serves_a_turn_that_another_owns_owns_the_next_one(
         return str(answer.headers["x-ownerserve-worker"])
 
     def released() -> float:
-        return gateway.metric("ownerserve_releases_total", outcome="released")
+        return gateway.metric("ownerserve_gateway_releases_total", outcome="released")
 
     first = turn()
     name = name_of(gateway)
@@ -67,7 +67,7 @@ def test_who_serves_a_turn_that_another_owns_owns_the_next_one(
     assert turn() == source.name
     until(lambda: fleet.owner(name) == source.unit)
     assert released() == 2 == fleet.directory.asked["Transfer"]
-    assert gateway.metric("ownerserve_releases_total") == 2
+    assert gateway.metric("ownerserve_gateway_releases_total") == 2
 
 
 def test_a_gateway_hears_from_a_guest_that_another_moved_the_session(
@@ -93,4 +93,4 @@ def test_a_gateway_hears_from_a_guest_that_another_moved_the_session(
     until(is_moved)
     assert turn(keeps) == source.name  # by what it knows; a guest's answer
     assert turn(keeps) == target.name
-    assert keeps.metric("ownerserve_releases_total") == 0
+    assert keeps.metric("ownerserve_gateway_releases_total") == 0

@@ -217,11 +217,11 @@ class Fleet:
     def at_rest(self) -> bool:
         """Whether no request is anywhere: what came in is done or was refused (invariant 3)."""
         for admin in self.admins:
-            ended = metric(admin, "ownerserve_ends_total") + metric(
-                admin, "ownerserve_refusals_total"
+            ended = metric(admin, "ownerserve_gateway_ends_total") + metric(
+                admin, "ownerserve_gateway_refusals_total"
             )
-            came = metric(admin, "ownerserve_requests_total")
-            if metric(admin, "ownerserve_live") or came != ended:
+            came = metric(admin, "ownerserve_gateway_requests_total")
+            if metric(admin, "ownerserve_gateway_live") or came != ended:
                 return False
         loads = [worker.load() for worker in self.workers]
         return not any(load["running_sequences"] + load["waiting_sequences"] for load in loads)

@@ -99,7 +99,9 @@ class _Device(msgspec.Struct):
 SPILLED = re.compile(r'^ownerserve_spilled_slots_total\{component="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
-DISPATCHES = re.compile(r'^ownerserve_dispatches_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE)
+DISPATCHES = re.compile(
+    r'^ownerserve_gateway_dispatches_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE
+)
 
 
 def _reasons(admin_url: str) -> dict[str, int]:

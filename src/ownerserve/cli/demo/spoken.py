@@ -12,7 +12,9 @@ from ownerserve.cli.demo.processes import DemoFleet
 from ownerserve.directory.rpc.client import DirectoryClient
 
 FRAMES = re.compile(r"^ownerserve_directory_frames_total (\S+)$", re.MULTILINE)
-NODE = re.compile(r'^ownerserve_node_requests_total\{request="(\w+)"\} (\S+)$', re.MULTILINE)
+NODE = re.compile(
+    r'^ownerserve_gateway_node_requests_total\{request="(\w+)"\} (\S+)$', re.MULTILINE
+)
 
 
 class Spoken(msgspec.Struct, frozen=True):

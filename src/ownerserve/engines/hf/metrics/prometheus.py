@@ -274,9 +274,9 @@ class RestoreMetrics:
         self._bytes = Counter(
             "ownerserve_restored_bytes", "Bytes loaded from the store.", registry=registry
         )
-        self._saved_ms = Counter(
-            "ownerserve_restore_benefit_ms",
-            "What loads saved against a full prefill, by the plan's prices.",
+        self._saved_s = Counter(
+            "ownerserve_restore_benefit_seconds",
+            "Time that loads saved against a full prefill, by the plan's prices.",
             registry=registry,
         )
         self._parts = Histogram(
@@ -305,7 +305,7 @@ class RestoreMetrics:
         self._misses.inc(report.misses)
         self._bytes.inc(report.loaded_bytes)
         if report.loaded_bytes and report.plan is not None:
-            self._saved_ms.inc(max(0.0, report.plan.reuse_benefit_ms))
+            self._saved_s.inc(max(0.0, report.plan.reuse_benefit_ms / 1000.0))
 
     def acted(self, actions: Iterable[RestoreAction]) -> None:
         """Count each of the actions that a turn began with, once."""
