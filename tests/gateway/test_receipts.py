@@ -11,6 +11,7 @@ import pytest
 from ownerserve.gateway.admin import decision
 from ownerserve.gateway.receipts import ReceiptForm
 from ownerserve.gateway.tenants import read_tenants
+from tests.gateway.test_cli import gateway
 from tests.gateway.test_session_names import CHAT, conversation
 from tests.gateway.test_tenants import ACME, FILE, GLOBEX, bearer, written
 from tests.support.gateway.world import Answer, Play, World
@@ -98,3 +99,9 @@ def test_errors_of_the_gateway_name_no_worker(play: Play, form: ReceiptForm) -> 
             assert json.loads(answer.body)["error"]["code"]
 
     play(scenario, engines=1, receipts=form)
+
+
+@pytest.mark.parametrize("form", list(ReceiptForm))
+def test_the_command_takes_each_form(form: ReceiptForm, tmp_path: Path) -> None:
+    with gateway(tmp_path / "ready", "--receipts", form.value) as process:
+        assert process.poll() is None

@@ -197,8 +197,8 @@ def _policies() -> str:
 )
 @click.option(
     "--receipts",
-    type=click.Choice(list(ReceiptForm)),
-    default=ReceiptForm.OPAQUE,
+    type=click.Choice([form.value for form in ReceiptForm]),
+    default=ReceiptForm.OPAQUE.value,
     show_default=True,
     help="What answers say of the decision: workers by opaque ids and no prices, or all.",
 )
