@@ -7,7 +7,8 @@ Measured at the engine:
     cold       TTFT with nothing cached
     resident   TTFT when the KV stands in the engine's own pool: the floor of every restore
     evicted    TTFT after the engine's pool was emptied; the contender's host memory is warm
-    restart    TTFT in a fresh engine process; disk (lmcache: its server's DRAM)
+    restart    TTFT in a fresh engine process; disk, and not the kernel's page cache, which a host
+               that starts again does not have (lmcache: its server's DRAM)
 
 A number is the median over the prompts, beside its middle half; the engine's CPU stands beside the
 wall. A rate is bytes over the time a restore adds to the floor: what a user gets, lookup included.
@@ -138,6 +139,8 @@ def measure(contenders: Sequence[Contender], case: Case, model: Path) -> dict[st
                 _empty(worker, case, seed=number)
         for worker in workers.values():
             worker.shutdown()
+    for contender in contenders:
+        contender.leave_page_cache()
     with running(contenders, case, model) as workers:
         for number, prompt in enumerate(prompts):
             for contender in in_turn(contenders, number):

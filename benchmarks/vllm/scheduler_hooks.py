@@ -56,9 +56,9 @@ class Clock:
     def __init__(self) -> None:
         self.part = ""
         self.calls: dict[tuple[str, str], list[float]] = defaultdict(list)
+        self.own: dict[tuple[str, str], list[float]] = defaultdict(list)
+        """The same without Python's garbage collections, which come to whoever allocates next."""
         self.collected_ms = 0.0
-        self.collecting: dict[tuple[str, str], list[float]] = defaultdict(list)
-        """What of a call's time was Python's garbage collection, where it was any."""
         self._collects_from = 0.0
         gc.callbacks.append(self._collecting)
 
@@ -77,9 +77,9 @@ class Clock:
             try:
                 return plain(*arguments, **options)
             finally:
-                self.calls[self.part, name].append((time.thread_time() - began) * 1e3)
-                if self.collected_ms > collected_ms:
-                    self.collecting[self.part, name].append(self.collected_ms - collected_ms)
+                took_ms = (time.thread_time() - began) * 1e3
+                self.calls[self.part, name].append(took_ms)
+                self.own[self.part, name].append(took_ms - (self.collected_ms - collected_ms))
 
         setattr(owner, method, timed)
 
@@ -329,15 +329,13 @@ def _waiting(engine: Engine) -> None:
 
 
 def summary(clock: Clock) -> dict[str, dict[str, list[float]]]:
-    """By part and hook: calls, median, largest and sum of CPU milliseconds."""
+    """By part and hook: calls, median, largest and sum of CPU milliseconds; and the largest but
+    for garbage collections."""
     found: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for (part, name), calls in clock.calls.items():
-        found[part or "rest"][name] = [len(calls), median(calls), max(calls), sum(calls)]
+        own = max(clock.own[part, name])
+        found[part or "rest"][name] = [len(calls), median(calls), max(calls), sum(calls), own]
     return found
-
-
-def _told(ms: list[float]) -> str:
-    return ", ".join(f"{each:.2f}" for each in ms) or "none"
 
 
 def main() -> None:
@@ -360,13 +358,11 @@ def main() -> None:
         return
     for part, hooks in found.items():
         print(f"-- {part}")
-        for name, (count, middle, most, total) in sorted(hooks.items()):
+        for name, (count, middle, most, total, own) in sorted(hooks.items()):
             print(
                 f"{name:32} {count:6} calls {middle:8.3f} median {most:8.3f} max {total:9.1f} sum"
+                f"  {own:8.3f} max without collections"
             )
-            largest = sorted(engine.clock.calls[part, name])[-4:]
-            pauses = sorted(engine.clock.collecting[part, name])[-4:]
-            print(f"{'':32} largest {_told(largest)}; collections in it {_told(pauses)}")
     print(facts)
 
 

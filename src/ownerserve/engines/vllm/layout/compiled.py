@@ -18,6 +18,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
 from ownerserve.engines.vllm.layout.copies import Offsets, Pieces
@@ -220,10 +221,14 @@ def _turn(
 
 
 def _compiled(signature: Any, loop: Callable[..., None]) -> Any:
+    """Return the loop, compiled. Raises ImportError where Numba can't."""
     try:
-        return njit(signature, nogil=True, cache=True)(loop)
-    except RuntimeError:  # there is nowhere to keep it
-        return njit(signature, nogil=True)(loop)
+        try:
+            return njit(signature, nogil=True, cache=True)(loop)
+        except (RuntimeError, OSError):  # there is nowhere to keep it, or no room
+            return njit(signature, nogil=True)(loop)
+    except NumbaError as error:
+        raise ImportError(f"{loop.__name__} can't be compiled: {error}") from error
 
 
 _LIST, _INT = types.int64[::1], types.int64

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 
 from ownerserve.kv.frame import Lane
 from ownerserve.kv.units import MIB
+
+log = logging.getLogger("vllm.ownerserve")
 
 Offsets = NDArray[np.int64]
 
@@ -217,7 +220,8 @@ def host_copies() -> Copies:
     brings; else NumPy."""
     try:
         from ownerserve.engines.vllm.layout.compiled import CompiledCopies
-    except ImportError:
+    except ImportError as error:
+        log.info("KV is copied by NumPy, which takes about twice as long: %s", error)
         return HostCopies()
     return CompiledCopies()
 
