@@ -56,6 +56,16 @@ def test_a_record_is_priced_when_it_is_written(tmp_path: Path) -> None:
     tiers.close()
 
 
+def test_a_store_on_disk_holds_what_it_is_told_to(tmp_path: Path) -> None:
+    backing = open_backing(tmp_path, 0, disk_bytes=MIB, point_share=0.5)
+    assert backing is not None
+    [disk] = backing.tiers.tiers
+    assert isinstance(disk, DiskTier)
+    assert disk.limits.range.capacity_bytes == disk.limits.point.capacity_bytes == MIB // 2
+    assert backing.sizes[Tier.DISK] == MIB
+    backing.close()
+
+
 def test_what_is_worth_least_makes_room(tmp_path: Path) -> None:
     """Three records of 8 KiB, room for two on disk: the oldest stays, it is worth most."""
     clock = ManualClock(1000.0)

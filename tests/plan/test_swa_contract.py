@@ -158,6 +158,15 @@ def test_a_cheap_point_before_a_prompts_end_stands_in_for_a_lead() -> None:
     assert Branches(led).chunk_ends(turn) == Branches(dear).chunk_ends(turn) == ()
 
 
+def test_points_get_the_share_of_a_store_that_they_weigh() -> None:
+    def share(point_bytes: int, range_bytes_per_token: float) -> float:
+        return PointCost(point_bytes, range_bytes_per_token, has_lead=True).store_share
+
+    assert share(4_681_728, 36_864.0) == 0.2, "gpt-oss-120b: 3 %"
+    assert share(435_900_000, 81_920.0) == pytest.approx(0.565, abs=0.001), "Gemma-3-27B"
+    assert share(1_000_000, 0.0) == 0.8, "nothing but windows"
+
+
 def test_full_is_about_eight_times_the_compressed_kv_on_v4_pro() -> None:
     # V4 report: 61 layers x 584 B a token against 4,521 B a token of main KV.
     written = Full().written_bytes(TurnSpan(0, 100_000, 100_000, 128), StateSize(0, 61 * 584.0))

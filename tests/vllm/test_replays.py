@@ -110,8 +110,9 @@ def worst(rig: Rig, family: str, asked: list[int], answer: Answer) -> float:
 
 
 def together(worker: VllmWorker) -> list[tuple[list[int], Answer]]:
-    """A prompt, then at once: branches of it, and one prompt that goes on beyond what is cached
+    """A prompt, then in one step: branches of it, and one prompt that goes on beyond what is cached
     with a branch of that."""
+    hook(worker, "hear_all_out")
     prompt = tiny.prompt(PROMPT_TOKENS, seed=1)
     worker.generate(prompt)
     asked = [branch(prompt, at, seed=at) for at in BRANCHES]
@@ -119,4 +120,5 @@ def together(worker: VllmWorker) -> list[tuple[list[int], Answer]]:
     asked += [fresh, branch(fresh, 1650, seed=10)]
     ids = worker.submit_all(asked)
     by_id = {answer.id: answer for answer in worker.wait(ids)}
+    assert hook(worker, "most_at_once") == len(asked)
     return [(tokens, by_id[id]) for tokens, id in zip(asked, ids, strict=True)]

@@ -81,7 +81,7 @@ def a_life(
     options = dict(ENGINES[engine])
     if engine == "small pool":
         options["num_gpu_blocks_override"] = SMALL_POOL[family]
-    settings = start(store, checkpoints="zero", host_cache_bytes=0)
+    settings = start(store, checkpoints="zero", host_cache_bytes=0, restore_deadline_s=60)
     worker = rig.worker(family, settings, **options, max_num_seqs=8)
     hook(worker, "watch_interruptions")
     seen: Counter[str] = Counter()

@@ -33,7 +33,7 @@ B = 32
 CHUNKED = {"max_num_batched_tokens": 512, "long_prefill_token_threshold": 40}
 """A step computes 40 tokens of each prompt at most where there are two: a replay of 127 takes
 four."""
-NO_POINTS = {"checkpoints": "zero", "host_cache_bytes": 0}
+NO_POINTS = {"checkpoints": "zero", "host_cache_bytes": 0, "restore_deadline_s": 60}
 MOST_WAVES = 12
 
 

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(vllm_version() < (0, 31), reason="vLLM 0.30 has no rewind"),
 ]
 
-NO_POINTS = {"checkpoints": "zero", "host_cache_bytes": 0}
+NO_POINTS = {"checkpoints": "zero", "host_cache_bytes": 0, "restore_deadline_s": 60}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -32,6 +32,7 @@ def test_what_waits_for_the_drive_follows_from_what_waits_for_its_copy(tmp_path:
         ({"store": "x", "restore_dedline_s": 1}, "did you mean restore_deadline_s"),
         ({"store": "x", "soft_reference": {"ttl": 1}}, "did you mean soft_reference.ttl_s"),
         ({"store": "x", "readers": 0}, "readers: 0"),
+        ({"store": "x", "store_bytes": 0}, "store_bytes: 0"),
         ({"store": "x", "save_buffer_bytes": -1}, "save_buffer_bytes: -1"),
         ({"store": "x", "staging_bytes": 0}, "staging_bytes: 0"),
         ({"store": "x", "host_cache_bytes": "1GB"}, "host_cache_bytes"),

@@ -14,6 +14,7 @@ from ownerserve.engines.vllm import connector as connector_module
 from ownerserve.engines.vllm.replay import padding
 from ownerserve.engines.vllm.replay.padding import SlotPadding
 from ownerserve.engines.vllm.replay.replays import ReplayLengths
+from ownerserve.engines.vllm.scheduler_side import scheduler as scheduler_side
 from ownerserve.kv.frame import LEAD
 from ownerserve.plan.restore import Planner
 
@@ -70,6 +71,26 @@ def replay_half(worker: Any) -> None:
     replays.planner = Planner(model, planner.abilities)
     side = worker.scheduler.get_kv_connector()._scheduler  # noqa: SLF001 - nobody else has it
     side.state.use(replays.planner)
+
+
+def hear_all_out(worker: Any) -> None:
+    """From here on a step waits as long as it takes for what other threads have to say of prompts,
+    so that those which come at once are computed at once: `most_at_once`."""
+    scheduler_side.QUIET_WAIT_S = 20.0
+    worker.scheduler.get_kv_connector()._scheduler._patience_s = 20.0  # noqa: SLF001 - nobody else has it
+    schedule, worker.most_at_once = worker.scheduler.schedule, 0
+
+    def scheduled(*arguments: Any, **options: Any) -> Any:
+        output = schedule(*arguments, **options)
+        worker.most_at_once = max(worker.most_at_once, len(output.scheduled_new_reqs))
+        return output
+
+    worker.scheduler.schedule = scheduled
+
+
+def most_at_once(worker: Any) -> int:
+    """How many requests one step began with, at most."""
+    return int(worker.most_at_once)
 
 
 def watch_replays(worker: Any) -> None:

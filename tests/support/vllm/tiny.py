@@ -60,18 +60,24 @@ def _qwen3_long_wide() -> Any:
     return _qwen3_long(num_key_value_heads=4, head_dim=64)
 
 
-def _gemma3() -> Any:
+def _gemma3(**changes: Any) -> Any:
     """Four sliding layers and two full ones: three KV groups in vLLM."""
     from transformers import Gemma3TextConfig
 
-    return Gemma3TextConfig(
+    values = {
         **_GQA,
-        num_hidden_layers=6,
-        intermediate_size=128,
-        sliding_window_pattern=3,
-        sliding_window=WINDOW_TOKENS,
-        query_pre_attn_scalar=32,
-    )
+        "num_hidden_layers": 6,
+        "intermediate_size": 128,
+        "sliding_window_pattern": 3,
+        "sliding_window": WINDOW_TOKENS,
+        "query_pre_attn_scalar": 32,
+    }
+    return Gemma3TextConfig(**{**values, **changes})
+
+
+def _gemma3_costly() -> Any:
+    """A prompt that costs time to compute on a CPU: 4 windows of 64, 512 wide."""
+    return _gemma3(hidden_size=512, num_attention_heads=8, head_dim=64, intermediate_size=2048)
 
 
 def _mistral() -> Any:
@@ -83,18 +89,18 @@ def _mistral() -> Any:
     )
 
 
-def _gptoss() -> Any:
+def _gptoss(**changes: Any) -> Any:
     from transformers import GptOssConfig
 
-    return GptOssConfig(
+    values = {
         **_GQA,
-        num_hidden_layers=4,
-        intermediate_size=64,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=WINDOW_TOKENS,
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW_TOKENS,
         # vLLM's gpt-oss knows YaRN only.
-        rope_parameters={
+        "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 150_000.0,
             "factor": 8.0,
@@ -103,7 +109,13 @@ def _gptoss() -> Any:
             "beta_slow": 1.0,
             "truncate": False,
         },
-    )
+    }
+    return GptOssConfig(**{**values, **changes})
+
+
+def _gptoss_costly() -> Any:
+    """A prompt that costs time to compute on a CPU: 2 windows of 64, 1,024 wide."""
+    return _gptoss(hidden_size=1024, num_attention_heads=16, head_dim=64, intermediate_size=1024)
 
 
 def _llama4() -> Any:
@@ -211,10 +223,12 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "qwen3-long-thin": _qwen3_long_thin,
     "qwen3-long-wide": _qwen3_long_wide,
     "gemma3": _gemma3,
+    "gemma3-costly": _gemma3_costly,
     "mistral": _mistral,
     "llama4": _llama4,
     "lfm2": _lfm2,
     "gptoss": _gptoss,
+    "gptoss-costly": _gptoss_costly,
     "qwen3next": _qwen3next,
     "deepseek3": _deepseek3,
     "ernie": _ernie,

@@ -62,7 +62,6 @@ from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.branches import Branches, PointCost
 from ownerserve.plan.swa.checkpoints import CheckpointPolicy, Full, TurnEnd, Zero
 from ownerserve.plan.window_replay import why_too_long
-from ownerserve.store.disk.tier import DiskOptions
 
 log = logging.getLogger("vllm.ownerserve")
 
@@ -391,7 +390,7 @@ def worker_id(parts: ConnectorParts) -> WorkerId:
 
 def tiers_of(settings: ConnectorSettings) -> dict[Tier, int | None]:
     """Return the media where this engine keeps state below its device, with the bytes of each."""
-    disk: dict[Tier, int | None] = {Tier.DISK: DiskOptions().limits.capacity_bytes}
+    disk: dict[Tier, int | None] = {Tier.DISK: settings.store_bytes}
     return {Tier.HOST: settings.host_cache_bytes, **disk} if settings.host_cache_bytes else disk
 
 
@@ -453,7 +452,14 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
     directory = parts.ranks.shard(parts.store, stage, compat.tensor_rank())
     cache_bytes, cuda = parts.settings.host_cache_bytes, host_runtime(device)
     buffer_bytes = parts.settings.buffer_bytes
-    backing = open_backing(directory, cache_bytes, cuda=cuda, buffer_bytes=buffer_bytes)
+    backing = open_backing(
+        directory,
+        cache_bytes,
+        cuda=cuda,
+        buffer_bytes=buffer_bytes,
+        disk_bytes=parts.settings.store_bytes,
+        point_share=point_cost(parts).store_share,
+    )
     return WorkerSide(
         backing,
         codec,

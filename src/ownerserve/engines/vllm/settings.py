@@ -11,7 +11,7 @@ import msgspec
 
 from ownerserve.kv.addresses import LAST_PORT
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.units import MIB
+from ownerserve.kv.units import GIB, MIB
 
 POLICIES = ("branches", "turn-end", "full", "zero")
 RESTORES = ("by-cost", "always")
@@ -41,6 +41,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """`ConnectorSettings` are the keys of `kv_connector_extra_config`.
 
     store               directory of the artifact store; one vLLM instance writes it
+    store_bytes         most bytes of each rank's store on disk
     host_cache_bytes    host memory that holds copies of what was stored last; 0: none
     restore_deadline_s  after that a turn computes instead of waiting for the store
     restores            `by-cost`: load or compute, whichever is priced lower by what was measured;
@@ -67,6 +68,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     store: str
+    store_bytes: int = 80 * GIB
     host_cache_bytes: int = 0
     restore_deadline_s: float = 5.0
     restores: str = "by-cost"
@@ -91,7 +93,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise InvalidInput("store", "is empty", "name a directory")
         if not 0 <= self.rpc_port <= LAST_PORT:
             raise InvalidInput("rpc_port", f"{self.rpc_port}", f"use 0 to {LAST_PORT}")
-        for field in ("copy_bytes", "staging_bytes", "readers"):
+        for field in ("store_bytes", "copy_bytes", "staging_bytes", "readers"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
         sizes = ("host_cache_bytes", "save_buffer_bytes", "block_tokens", "record_blocks")

@@ -43,7 +43,7 @@ from ownerserve.store.tiers.buffers import BufferPool, BufferSource
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.pinned import CudaHost, PinnedMemory
 from ownerserve.store.tiers.placement import Placement, WritePolicy, WriteThrough
-from ownerserve.store.tiers.policy import by_utility, split
+from ownerserve.store.tiers.policy import DISK_BYTES, POINT_SHARE, by_utility, split
 from ownerserve.store.tiers.tiered import TieredStore
 
 log = logging.getLogger("ownerserve.node")
@@ -239,12 +239,15 @@ def open_backing(
     upkeep_s: float = 0.0,
     cuda: CudaHost | None = None,
     buffer_bytes: int = 0,
+    disk_bytes: int = DISK_BYTES,
+    point_share: float = POINT_SHARE,
 ) -> Backing | None:
-    """Open host memory of `host_bytes` (0: none) over the store at `directory` (None: none) over
-    the shared medium `remote` (None: none), written as `write` says, tidied every `upkeep_s`
-    seconds (0: never). `cuda` is the runtime that page-locks the host memory, that of the disk's
-    buffers too. `buffer_bytes` is what writers may have reserved at once on disk: until it is
-    durable it is in the tier's own memory. None: there is no tier. `media` has the words.
+    """Open host memory of `host_bytes` (0: none) over the store at `directory` (None: none), which
+    holds `disk_bytes` at most, over the shared medium `remote` (None: none), written as `write`
+    says, tidied every `upkeep_s` seconds (0: never). `point_share` of host memory and disk is for
+    point state. `cuda` is the runtime that page-locks the host memory, that of the disk's buffers
+    too. `buffer_bytes` is what writers may have reserved at once on disk: until it is durable it is
+    in the tier's own memory. None: there is no tier. `media` has the words.
 
     A medium that does not let the store be opened is one warning: the worker serves without it.
     Raises InvalidInput for what the operator can mend (another writer, another format).
@@ -255,14 +258,16 @@ def open_backing(
     memory = None if cuda is None else PinnedMemory(cuda)
     if host_bytes:
         pool = BufferPool(2 * (host_bytes + CHUNK), max(host_bytes, GIB // 4), memory=memory)
-        tiers.append(MemoryTier(clock, split(host_bytes), landing=pool, order=by_utility))
+        tiers.append(
+            MemoryTier(clock, split(host_bytes, point_share), landing=pool, order=by_utility)
+        )
     openers = (
         lambda: (
             directory
             and DiskTier(
                 directory,
                 clock,
-                options=DiskOptions(),
+                options=DiskOptions(limits=split(disk_bytes, point_share)),
                 # A reservation is padded by up to a quarter, and readers have buffers beside them.
                 landing=BufferPool(max(BUFFERS_BYTES, 2 * buffer_bytes), memory=memory),
             )

@@ -41,6 +41,9 @@ SHARE = 0.5
 CLOSE_SHARE = 0.125
 GROWTH = 1.5
 """Chosen on recorded sessions (docs/evidence/point-policy.md)."""
+TURN_TOKENS = 4096
+STORE_SHARES = (0.2, 0.8)
+"""What a turn adds to a session, about; least and most of a store that points get."""
 
 
 class PointCost(msgspec.Struct, frozen=True):
@@ -78,6 +81,14 @@ class PointCost(msgspec.Struct, frozen=True):
         """Return the first chunk end of a long prompt; 0: it has none."""
         even = self.spacing_tokens(block_tokens)
         return even or next(self.growing(block_tokens), 0)
+
+    @property
+    def store_share(self) -> float:
+        """`store_share` is the share of a store's bytes that points get: as much as one weighs
+        beside the range state of TURN_TOKENS, within STORE_SHARES."""
+        least, most = STORE_SHARES
+        of_a_turn = self.point_bytes + self.range_bytes_per_token * TURN_TOKENS
+        return min(most, max(least, self.point_bytes / max(1.0, of_a_turn)))
 
     @property
     def stands_in_for_lead(self) -> bool:

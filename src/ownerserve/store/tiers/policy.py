@@ -44,7 +44,12 @@ class TierLimits(msgspec.Struct, frozen=True):
         return self.range.capacity_bytes + self.point.capacity_bytes
 
 
-def split(capacity_bytes: int, point_share: float = 0.2) -> TierLimits:
+DISK_BYTES = TierLimits().capacity_bytes
+POINT_SHARE = 0.2
+"""What a store on disk holds, and of any tier for points, where nothing else is said."""
+
+
+def split(capacity_bytes: int, point_share: float = POINT_SHARE) -> TierLimits:
     """Return the limits for a tier of `capacity_bytes`, `point_share` of it for point artifacts.
     Raises InvalidInput for a share that is none.
     """
