@@ -31,6 +31,11 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
         18,
         "vLLM's interface of a queue is eight of them; the rest is what soft references ask",
     ),
+    "class src/ownerserve/router/fleet.py:Candidates": (
+        13,
+        "what policies ask of the workers, a look-up each, and the three by which the fleet keeps"
+        " them",
+    ),
     "class src/ownerserve/store/disk/tier.py:DiskCore": (
         13,
         "what every part of the disk tier shares: locks, health and the index, a line each",

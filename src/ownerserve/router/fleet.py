@@ -13,10 +13,11 @@ fleet of N that measures itself for the first time is not priced anew N x N time
 **Candidates** of one model stand in order of load. That owns the order, not the load. A worker's
 key sorts by how long a first prompt would take there (its queue, and its own speed, which tells
 GPUs apart), then by who is there already (bound sessions and running turns: without that every
-session of an idle fleet starts on the first worker), then by stable order, which also names the
-worker.
+session of an idle fleet starts on the first worker), then by when it last had a request that no
+session stands behind (those leave nothing there: without that all of them go to the first worker),
+then by stable order, which also names the worker.
 
-    key = (queue_ms + first_prompt_ms) x 1024 | crowd (16 bits) | order (24 bits)
+    key = (queue_ms + first_prompt_ms) x 1024 | crowd (16 bits) | passed (40 bits) | order (24 bits)
 
 A worker whose load changes only says so; it is put in its place when the order is next asked for.
 So a turn that stays with its owner costs the order nothing, and no decision looks at all workers
@@ -124,6 +125,12 @@ def _step(tokens: float) -> int:
 
 _ORDER = (1 << 24) - 1
 _CROWD_MAX = (1 << 16) - 1
+_DUE = 80
+ALIKE = 1.1
+"""Workers whose times are no further apart are taken to be alike: equal machines measure themselves
+a few percent apart."""
+ALIKE_MAX = 16
+"""Among so many it goes round."""
 RESORT_SHARE = 8
 """With more than one in so many changed, all are sorted anew."""
 
@@ -190,6 +197,12 @@ class _Order:
         by_order = self.by_order
         return [by_order[key & _ORDER] for key in self.keys()[:count]]
 
+    def next_in_turn(self) -> Worker:
+        keys = self.keys()
+        until = int((keys[0] >> _DUE) * ALIKE) + 1 << _DUE
+        alike = (key for key in keys[:ALIKE_MAX] if key < until)
+        return self.by_order[min(alike, key=_but_due) & _ORDER]
+
     def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
         """Return the least loaded worker with room for so many tokens, leaving out `but`; None when
         there is none."""
@@ -206,13 +219,18 @@ class _Order:
             raise InvariantViolated("invariant 5: running sequences do not add up")
 
 
+def _but_due(key: int) -> int:
+    """Return what a key sorts by beside the time."""
+    return key & ((1 << _DUE) - 1)
+
+
 def _key(worker: Worker) -> int:
     load = worker.load
     due = int((load.queue_ms + worker.speed.first_prompt_ms) * 1024.0)
     crowd = worker.bound_sessions + worker.batch
     if crowd > _CROWD_MAX:
         crowd = _CROWD_MAX
-    return (due << 40) | (crowd << 24) | worker.order
+    return (due << _DUE) | (crowd << 64) | (worker.passed << 24) | worker.order
 
 
 class Candidates:
@@ -259,6 +277,11 @@ class Candidates:
         """Return the least loaded of the workers that run turns."""
         serving = self._serving
         return serving.by_order[serving.keys()[0] & _ORDER]
+
+    def next_in_turn(self) -> Worker:
+        """Return, of the workers that run turns and are as good as least loaded, the one of whom it
+        is the turn: with the fewest there, then without a passing request for the longest."""
+        return self._serving.next_in_turn()
 
     def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
         """Return the least loaded of the workers that run turns and have room for so many tokens,

@@ -65,7 +65,7 @@ from ownerserve.router.decision import (
     TurnClass,
     take,
 )
-from ownerserve.router.fleet import Candidates, room_tokens
+from ownerserve.router.fleet import ALIKE, Candidates, room_tokens
 from ownerserve.router.sessions import Copy, Use
 from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
@@ -314,10 +314,17 @@ def start(
     request: RoutingRequest, fleet: Candidates, *, pricer: PlacementPricer, settings: Settings
 ) -> Decision:
     """Decide where a turn without an owner starts: by the cheapest option at the few that are
-    priced."""
+    priced; where no session stands behind it, workers that are alike take turns."""
     workers = few(request, fleet, count=settings.candidates)
+    passing = fleet.next_in_turn() if request.session is None else None
+    if passing is not None:
+        workers.append(passing)
     ranked = rank(request, workers, pricer=pricer, fleet=fleet)
     best = ranked[0]
+    if passing is not None and best.worker is not passing:
+        until_ms = best.total_ms * ALIKE
+        alike = (one for one in ranked if one.worker is passing and one.total_ms <= until_ms)
+        best = next(alike, best)
     return take(best, _why(request, ranked), ranked=ranked)
 
 

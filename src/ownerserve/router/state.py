@@ -323,6 +323,8 @@ class RouterState:
             apart = Load(request.now_s, prefill_tokens, 0)
             live.loads = (load, apart)
             prefill.add(apart)
+        if session is None:
+            worker.passed = self._issued
         worker.add(load)
         live.life, live.has_answered = worker.life, False
         if session is not None:

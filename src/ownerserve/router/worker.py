@@ -223,6 +223,7 @@ class Worker:
         "is_silent",
         "life",
         "order",
+        "passed",
         "pending_prefill_tokens",
         "profile",
         "requests",
@@ -246,6 +247,9 @@ class Worker:
         self.watchers: tuple[Watch, ...] = ()
         """The orders that it stands in (fleet.py): they hear that its load has changed."""
         self.bound_sessions = 0
+        self.passed = 0
+        """The number of the last dispatch here that no session stood behind; of workers that are
+        alike, that one is next of whom it is least."""
         self.requests = self.pending_prefill_tokens = self.held_tokens = 0
         self.batch = 0
         self.is_old = False

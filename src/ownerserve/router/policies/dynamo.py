@@ -36,7 +36,7 @@ class Dynamo:
         )
 
 
-def _cost(request: RoutingRequest, worker: Worker) -> tuple[float, int, int]:
+def _cost(request: RoutingRequest, worker: Worker) -> tuple[float, int, int, int]:
     credit = 0.0
     for copy in request.copies:
         if copy.worker is worker:
@@ -46,4 +46,4 @@ def _cost(request: RoutingRequest, worker: Worker) -> tuple[float, int, int]:
     decode = (worker.held_tokens + request.prompt_tokens) / BLOCK_TOKENS
     if worker is request.home and request.idle_s <= AFFINITY_TTL_S:
         prefill -= AFFINITY_SHARE * request.prompt_tokens / BLOCK_TOKENS
-    return PREFILL_SCALE * prefill + decode, worker.bound_sessions, worker.order
+    return PREFILL_SCALE * prefill + decode, worker.bound_sessions, worker.passed, worker.order

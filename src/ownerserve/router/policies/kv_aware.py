@@ -25,9 +25,10 @@ class KvAware:
         """Choose a worker of `fleet` for the request, and say why."""
         most = max(max(worker.pending_tokens for worker in fleet), request.prompt_tokens)
 
-        def cost(worker: Worker) -> tuple[float, int, int]:
+        def cost(worker: Worker) -> tuple[float, int, int, int]:
             share = request.cached_on(worker) / request.prompt_tokens
             load = worker.pending_tokens / most
-            return LOAD_WEIGHT * load - share, worker.bound_sessions + worker.batch, worker.order
+            crowd = worker.bound_sessions + worker.batch
+            return LOAD_WEIGHT * load - share, crowd, worker.passed, worker.order
 
         return run_at(request, min(fleet, key=cost), DispatchReason.SCORE)

@@ -27,12 +27,12 @@ class LMetric:
         return run_at(request, best, DispatchReason.SCORE)
 
 
-def lmetric(request: RoutingRequest, worker: Worker) -> tuple[int, int, int]:
+def lmetric(request: RoutingRequest, worker: Worker) -> tuple[int, int, int, int]:
     """Return the key that orders workers: the product, then who is there already, then stable
     order."""
     new_tokens, load = request.prompt_tokens - request.cached_on(worker), worker.load
     product = (load.pending_tokens + new_tokens) * (worker.batch + 1)
-    return product, worker.bound_sessions, worker.order
+    return product, worker.bound_sessions, worker.passed, worker.order
 
 
 GATE_SHARE = 0.5
