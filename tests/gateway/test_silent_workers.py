@@ -11,13 +11,16 @@ import pytest
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address, open_access, parse_worker
 from ownerserve.gateway.http.upstream import WorkerPool
+from ownerserve.gateway.service import Gateway
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.gateway.workers.inventory import InventoryReader
 from ownerserve.kv.ids import Incarnation
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Down, Failure, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
+from tests.support.gateway.process import WorkerProcess, worker_process
 from tests.support.gateway.world import World
+from tests.support.waits import until_async
 
 WAIT_S = 60.0
 ACCESS = open_access(None, None)
@@ -140,3 +143,35 @@ def test_an_answer_that_goes_on_is_left_alone_though_its_worker_is_taken_out(
             await client.reader.readexactly(1)
 
     play(scenario, engines=1)
+
+
+def test_what_is_unanswered_at_a_process_that_stops_is_answered_by_another() -> None:
+    """SIGSTOP amid six requests: each is answered, once, and the account is whole."""
+
+    async def main(stops: WorkerProcess, other: WorkerProcess) -> None:
+        workers = tuple(Address("127.0.0.1", worker.port) for worker in (stops, other))
+        config = Config(workers=workers, health_interval_s=0.05, health_timeout_s=0.3)
+        world = World([], Gateway(config))
+        try:
+            await world.gateway.start()
+            clients = [await world.client() for _ in range(12)]
+            asked = [
+                asyncio.ensure_future(client.post("/v1/completions?slow", x__session__id=f"{n}"))
+                for n, client in enumerate(clients)
+            ]
+            there = next(iter(world.gateway.state.fleet))
+            await until_async(lambda: there.requests == 6, what="six of twelve are at it")
+            stops.stop()
+            async with asyncio.timeout(WAIT_S):
+                answers = await asyncio.gather(*asked)
+            assert [answer.status for answer in answers] == [200] * 12
+            reasons = [answer["x-ownerserve-reason"] for answer in answers]
+            account = world.gateway.state.account
+            assert reasons.count("retry_other_worker") == account.failures[Failure.SILENT] == 6
+            assert (account.received, account.finished, account.rejected) == (12, 12, 0)
+            await world.settled()
+        finally:
+            await world.close()
+
+    with worker_process() as stops, worker_process() as other:
+        asyncio.run(main(stops, other))

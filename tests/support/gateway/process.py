@@ -17,6 +17,8 @@ from tests.support.gateway.world import header
 from tests.support.waits import until
 
 EVERY_S = 0.2
+SLOW_S = 0.5
+"""How long /...slow takes to answer."""
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -25,6 +27,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             head = await reader.readuntil(b"\r\n\r\n")
             await reader.readexactly(int(header(head, b"content-length") or 0))
             path = head.split(b" ", 2)[1]
+            if path.endswith(b"slow"):
+                await asyncio.sleep(SLOW_S)
             if not path.endswith(b"stream"):
                 status = b"404 No" if path.startswith(b"/ownerserve/") else b"200 OK"
                 writer.write(b"HTTP/1.1 %b\r\ncontent-length: 2\r\n\r\n{}" % status)
