@@ -14,10 +14,10 @@ import click
 import uvloop
 from msgspec.structs import replace
 
+from ownerserve.cli.directory.command import SystemClock
+from ownerserve.cli.directory.embedded import OpenedDirectory, opened, port_of
 from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile
-from ownerserve.directory.opening import opener_of
-from ownerserve.directory.port import Directory
 from ownerserve.gateway.admin import admin_server
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker, read_key
@@ -136,7 +136,8 @@ def _policies() -> str:
     metavar="URL",
     help="Where the workers say which sessions they own, to be asked for those that are new here:"
     " tcp:// or curve://HOST:PORT of `ownerserve directory serve`, valkey://HOST:PORT or"
-    " sentinel://HOST:PORT/NAME. Default: none is asked.",
+    " sentinel://HOST:PORT/NAME; embedded or embedded:PORT: this process serves it to nodes of this"
+    " machine (7700). Default: none is asked.",
 )
 @curve_key_option
 @click.option(
@@ -269,7 +270,8 @@ def _policies() -> str:
 @click.option(
     "--ready-file",
     type=OutputFile(),
-    help="Written when the ports are open: the gateway's URL, then the admin port's, a line each.",
+    help="Written when the ports are open: the gateway's URL, the admin port's, and the embedded"
+    " directory's, a line each.",
 )
 def command(
     workers: tuple[str, ...],
@@ -323,16 +325,16 @@ def command(
         fleet_key=key,
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
-    shared = None if directory is None else opener_of(directory, key)()
-    config = replace(config, access_log=_set_up_log(), **same)
-    uvloop.run(_serve(config, shared, ready_file))
+    with opened(directory, key, SystemClock()) as found:
+        config = replace(config, access_log=_set_up_log(), **same)
+        uvloop.run(_serve(config, found, ready_file))
 
 
 def _opening_s(given: float | None, directory: str | None) -> float:
     """Return how long the opening window is: a gateway alone needs none."""
     if given is not None:
         return given
-    return 0.0 if directory is None else OPENING_S
+    return 0.0 if directory is None or port_of(directory) is not None else OPENING_S
 
 
 def _key(path: Path | None, option: str) -> str | None:
@@ -346,13 +348,15 @@ def _speed(token_ms: float) -> Speed:
     return replace(DEFAULT_SPEED, prefill=prefill.scaled(token_ms / prefill.b_ms))
 
 
-async def _serve(config: Config, directory: Directory | None, ready_file: Path | None) -> None:
+async def _serve(
+    config: Config, directory: OpenedDirectory | None, ready_file: Path | None
+) -> None:
     """Run until SIGINT or SIGTERM, then drain; a second signal ends at once."""
     raise_descriptor_limit()
     loop, stop, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: hurry.set() if stop.is_set() else stop.set())
-    gateway = Gateway(config, directory)
+    gateway = Gateway(config, None if directory is None else directory.client)
     admin, listener = admin_server(gateway)
     try:
         await gateway.start()
@@ -361,7 +365,8 @@ async def _serve(config: Config, directory: Directory | None, ready_file: Path |
         raise
     listener.listen()  # from here on who asks is heard, if not yet answered
     serving = loop.create_task(admin.serve(sockets=[listener]))
-    _announce(gateway, listener.getsockname()[1], ready_file)
+    served_at = None if directory is None else directory.served_at
+    _announce(gateway, listener.getsockname()[1], ready_file, served_at=served_at)
     await stop.wait()
     draining, hurrying = loop.create_task(gateway.drain()), loop.create_task(hurry.wait())
     await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
@@ -378,16 +383,19 @@ def _named(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _announce(gateway: Gateway, admin_port: int, ready_file: Path | None) -> None:
+def _announce(
+    gateway: Gateway, admin_port: int, ready_file: Path | None, *, served_at: str | None
+) -> None:
     """Say where we are; the ready file appears whole or not at all."""
     config, up = gateway.config, len(gateway.state.fleet.up)
     data_url = f"http://{_named(config.host)}:{gateway.port}"
     admin_url = f"http://{_named(config.admin_host)}:{admin_port}"
-    click.echo(
-        f"gateway {data_url}  admin {admin_url}  {up} of {len(gateway.turns.pools)} workers up"
-    )
+    where = [f"gateway {data_url}", f"admin {admin_url}"]
+    where += [f"directory {served_at}"] if served_at else []
+    click.echo("  ".join([*where, f"{up} of {len(gateway.turns.pools)} workers up"]))
     tell(logging.INFO, "started", data=data_url, admin=admin_url, policy=config.policy, up=up)
     if ready_file is not None:
         part = ready_file.with_name(ready_file.name + ".part")
-        part.write_text(f"{data_url}\n{admin_url}\n")
+        places = [data_url, admin_url, *([served_at] if served_at else [])]
+        part.write_text("".join(f"{place}\n" for place in places))
         part.replace(ready_file)
