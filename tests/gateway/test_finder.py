@@ -27,6 +27,7 @@ from ownerserve.directory.messages import (
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.terms import TermFile
 from ownerserve.gateway.admin import admin_app
+from ownerserve.gateway.asking import FRAME_MAX
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.receipts import ReceiptForm
@@ -35,7 +36,7 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.headers import TURN_HEADER, decode_turn_line
-from tests.support.gateway.world import Play, World
+from tests.support.gateway.world import Client, Play, World
 from tests.support.router.answer_lines import LIFE, said
 
 
@@ -191,6 +192,43 @@ def test_a_directory_that_hangs_delays_the_turns_that_asked_it_first_and_no_othe
             assert gateway.turns.finder.answers == {"too_slow": 1, "not_asked": 4}
             assert hanging.asked == 1
             hanging.go_on.set()
+
+    play(scenario, engines=1)
+
+
+class Slow(Asked):
+    """A directory that takes a while for each frame, however much is in it."""
+
+    FRAME_S = 0.005
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[int] = []
+
+    def execute(self, requests: Sequence[Request]) -> list[Outcome]:
+        self.frames.append(len(requests))
+        threading.Event().wait(self.FRAME_S)
+        return super().execute(requests)
+
+
+def test_sessions_that_come_at_once_share_frames(play: Play) -> None:
+    """200 new ones: one after another they would wait for 200 frames."""
+
+    async def scenario(world: World) -> None:
+        slow = Slow()
+        async with another(world, slow) as (gateway, _):
+            assert gateway.turns.finder is not None
+
+            async def turn(number: int) -> None:
+                client = Client(*await asyncio.open_connection("127.0.0.1", gateway.port))
+                answer = await client.post("/v1/chat/completions", x__session__id=str(number))
+                assert answer.status == 200
+                client.hang_up()
+
+            await asyncio.gather(*map(turn, range(200)))
+            assert sum(slow.frames) == 200 and max(slow.frames) <= FRAME_MAX
+            assert len(slow.frames) <= 20  # two, where nothing else runs
+            assert gateway.turns.finder.answers["miss"] == 200
 
     play(scenario, engines=1)
 
