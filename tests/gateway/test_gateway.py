@@ -20,8 +20,6 @@ from tests.support.gateway.world import Play, World
 def test_a_session_stays_and_answers_say_where_and_why(play: Play) -> None:
     async def scenario(world: World) -> None:
         client = await world.client()
-        client.writer.write(b"GET /v1/responses/r HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n")
-        assert (await client.read())["x-ownerserve-reason"] == "no_session"
         first = await client.post("/v1/chat/completions", x__session__id="a")
         assert first["x-ownerserve-reason"] == "new_session"
         other = await client.post("/v1/chat/completions", x__session__id="b")
@@ -29,6 +27,8 @@ def test_a_session_stays_and_answers_say_where_and_why(play: Play) -> None:
         again = await client.post("/v1/chat/completions", x__session__id="a")
         assert again["x-ownerserve-worker"] == first["x-ownerserve-worker"]
         assert again["x-ownerserve-reason"] == "owner"
+        client.writer.write(b"GET /v1/responses/r HTTP/1.1\r\nHost: t\r\nx-session-id: a\r\n\r\n")
+        assert (await client.read())["x-ownerserve-reason"] == "no_session"
 
     play(scenario)
 
