@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -127,9 +129,17 @@ def ways(store: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def measure(
-    arena: Arena, family: str, checkpoints: str, *, draws: int, tokens: int, restores: str
+    arena: Arena,
+    family: str,
+    checkpoints: str,
+    *,
+    draws: int,
+    tokens: int,
+    restores: str,
+    until_s: float,
 ) -> dict[str, dict[str, list[Asked]]]:
-    """Draws by situation and way; each draw has the same prompt in all ways."""
+    """Draws by situation and way; each draw has the same prompt in all ways. None but the first
+    begins after `until_s`, by the monotonic clock."""
     settings = {"checkpoints": checkpoints, "restores": restores, "host_cache_bytes": 0}
     model, plays = arena.checkpoint(family), LIVES[checkpoints]
     with arena.contender("none") as contender:
@@ -144,6 +154,8 @@ def measure(
             at: {name: [] for name in names} for at in plays
         }
         for draw in range(draws + UNCOUNTED_DRAWS):
+            if draw > UNCOUNTED_DRAWS and time.monotonic() > until_s:
+                break
             for number, (situation, play) in enumerate(plays.items()):
                 prompt = tiny.prompt(tokens, seed=1 + draw * len(plays) + number)
                 for name in [*names[draw % len(names) :], *names[: draw % len(names)]]:
@@ -190,7 +202,9 @@ def main() -> None:
     parser.add_argument("--family", action="append")
     parser.add_argument("--points", choices=list(LIVES), action="append")
     parser.add_argument("--restores", choices=("by-cost", "always"), default="by-cost")
-    given = parser.parse_args()
+    parser.add_argument("--minutes", type=float, default=60, help="no draw begins later")
+    given, began_s = parser.parse_args(), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the engines end with this process
     made: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, Arena(Path(folder)) as arena:
         print("| | | | computed | fewer | TTFT ms | sooner | CPU ms | less | worst |")
@@ -200,6 +214,7 @@ def main() -> None:
                 all_found = measure(
                     arena, family, checkpoints,
                     draws=given.draws, tokens=given.tokens, restores=given.restores,
+                    until_s=began_s + given.minutes * 60,
                 )  # fmt: skip
                 for situation, found in all_found.items():
                     for name, own in found.items():

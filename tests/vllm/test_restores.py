@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.service.runtime import WallClock
 from tests.support.vllm import connectors, oracle, tiny
 from tests.support.vllm.fleet import VllmWorker
 from tests.support.vllm.rig import Rig, next_turn, settle
@@ -156,3 +158,21 @@ def test_other_weights_hit_nothing(rig: Rig, store: Path, tmp_path: Path) -> Non
     others = tiny.write_checkpoint("qwen3", tmp_path / "qwen3", seed=1)
     stranger = rig.worker("qwen3", connectors.ours(store), model=str(others))
     assert stranger.generate(prompt).cached == 0
+
+
+def test_a_store_holds_no_more_than_the_operator_said(rig: Rig, store: Path) -> None:
+    """Four prompts of 2 MB each, and room for one: the last comes back."""
+    room = 4 * connectors.MIB
+    settings = connectors.ours(store, host_cache_bytes=0, store_bytes=room)
+    worker = rig.worker("qwen3", settings)
+    prompts = [tiny.prompt(1000, seed=80 + n) for n in range(4)]
+    for prompt in prompts:
+        first_turn(worker, prompt, max_tokens=1)
+    assert worker.ask("reset")
+    assert worker.generate(prompts[-1], max_tokens=1).cached >= whole(1000)
+    settle(worker)
+    worker.shutdown()
+    tier = DiskTier(store, WallClock())
+    kept = sum(used.stored_bytes for used in tier.usage().values())
+    tier.close()
+    assert room / 4 < kept <= room
