@@ -60,7 +60,7 @@ async def both(opening_s: float) -> tuple[int, Counter[str]]:
 def test_two_that_begin_together_agree() -> None:
     agreed, spread = asyncio.run(both(60.0))
     assert agreed >= SESSIONS - 2  # one may find its worker crowded
-    assert len(spread) == WORKERS and max(spread.values()) <= SESSIONS // 2
+    assert len(spread) == WORKERS and max(spread.values()) <= SESSIONS * 3 // 4
 
 
 def test_behind_the_window_each_goes_by_its_own_tables() -> None:

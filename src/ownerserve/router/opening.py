@@ -7,7 +7,7 @@ the worker that both would name without a word: the first of those fit for it by
 session's name and the worker's (rendezvous; a worker more or less moves only its own sessions).
 
     fit    queue at most `behind_ms` behind the least loaded worker's: T_hot, what a move costs,
-           which is what it costs to disagree; sessions at most CROWD + CROWDED x its
+           which is what it costs to disagree; sessions at most CROWD + CROWDED x the fewest
 
 Behind the window, and for all that is known of anybody, the policy decides alone. The rule decides
 without doing, and keeps nothing.
@@ -23,7 +23,7 @@ from ownerserve.router.fleet import Candidates
 from ownerserve.router.settings import DEFAULTS
 from ownerserve.router.worker import Worker
 
-CROWD, CROWDED = 8, 2.0
+CROWD, CROWDED = 16, 2.0
 """What chance makes of a few sessions is no reason to leave a worker."""
 
 
@@ -53,14 +53,10 @@ class OpeningRule:
             return decision
         least = fleet.least_one()
         queue_ms = least.queue_ms + self._behind_ms
-        crowd = CROWD + CROWDED * _crowd(least)
-        fit = (one for one in fleet if one.queue_ms <= queue_ms and _crowd(one) <= crowd)
+        crowd = CROWD + CROWDED * min(one.bound_sessions for one in fleet)
+        fit = (one for one in fleet if one.queue_ms <= queue_ms and one.bound_sessions <= crowd)
         named = max(fit, key=lambda worker: _rank(name, worker), default=least)
         return run_at(request, named, DispatchReason.OPENING)
-
-
-def _crowd(worker: Worker) -> int:
-    return worker.bound_sessions + worker.batch
 
 
 def _rank(name: SessionId, worker: Worker) -> int:
