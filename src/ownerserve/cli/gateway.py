@@ -19,6 +19,7 @@ from ownerserve.cli.directory.embedded import OpenedDirectory, opened, port_of
 from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile
 from ownerserve.gateway.admin import admin_server
+from ownerserve.gateway.checking import check
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import parse_worker, read_key
 from ownerserve.gateway.http.door import raise_descriptor_limit
@@ -35,7 +36,7 @@ from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
 F = TypeVar("F", bound=Callable[..., Any])
 _LOG = "ownerserve.gateway.log"
-"""Where a command's context has the options of its log."""
+"""Where a command's context has the options of its log, and whether it only checks."""
 
 
 def log_options(command: F) -> F:
@@ -45,6 +46,14 @@ def log_options(command: F) -> F:
         ctx.meta.setdefault(_LOG, {})[option.name] = value
 
     for option in (
+        click.option(
+            "--check",
+            is_flag=True,
+            expose_value=False,
+            callback=keep,
+            help="Ask each worker and the directory once, say what was found, and leave: 0 when a"
+            " gateway could serve with all of them, 1 when not, 2 when it would not start.",
+        ),
         click.option(
             "--access-log",
             is_flag=True,
@@ -83,6 +92,17 @@ def _set_up_log() -> bool:
 
 
 OPENING_S = 5.0
+
+
+def _only_checks() -> bool:
+    """Return whether the command only says what a gateway would find."""
+    return bool(click.get_current_context().meta[_LOG]["check"])
+
+
+def _asked(directory: str | None) -> str | None:
+    """Return the directory that is opened: a check opens none in its own process."""
+    is_own = directory is not None and port_of(directory) is not None
+    return None if is_own and _only_checks() else directory
 
 
 def _policies() -> str:
@@ -325,9 +345,9 @@ def command(
         fleet_key=key,
         speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
     )
-    with opened(directory, key, SystemClock()) as found:
+    with opened(_asked(directory), key, SystemClock()) as found:
         config = replace(config, access_log=_set_up_log(), **same)
-        uvloop.run(_serve(config, found, ready_file))
+        uvloop.run((_check if _only_checks() else _serve)(config, found, ready_file))
 
 
 def _opening_s(given: float | None, directory: str | None) -> float:
@@ -376,6 +396,19 @@ async def _serve(
         await gateway.stop()
     admin.should_exit = True
     await serving
+
+
+async def _check(
+    config: Config, directory: OpenedDirectory | None, ready_file: Path | None
+) -> None:
+    """Say what a gateway would find, a line each; exit 1 when it could not serve with all of
+    it. No ready file is written, since nothing is open."""
+    findings = await check(config, None if directory is None else directory.client)
+    for finding in findings:
+        mark = "ok  " if finding.is_well else "FAIL"
+        click.echo(f"{mark} {finding.about}: {finding.found}")
+    if not all(finding.is_well for finding in findings):
+        raise SystemExit(1)
 
 
 def _named(host: str) -> str:

@@ -12,5 +12,6 @@
 | exchange | one request's life as phases |
 | turns | what an exchange asks at each step: the router's state, admission, places; counters |
 | service | the process: listener, probes, drain |
+| checking | what a gateway would find, before it starts |
 | metrics, admin | what it did, for people: Prometheus families, the admin port |
 """
