@@ -69,7 +69,13 @@ def test_what_a_turn_would_do_with_it_is_said_by_the_engines_own_prices(
     assert client.ask(Probe(Seed(100), S)) == Admit(0, restorable_tokens=96)
 
 
+def test_a_prompt_within_the_engines_length_fits_its_memory(client: RpcClient) -> None:
+    """Layers that look back a window, or keep one state, need less than a block of each group for
+    their tokens: 800 by that count hold a sequence of 1,000, or vLLM would not have begun."""
+    assert client.ask(Probe(Seed(1000), S)) == Admit(0, restorable_tokens=0)
+    assert client.ask(Probe(Seed(1001), S)) == Reject(WorkerRefusal.TOO_LONG)
+
+
 def test_who_names_no_session_hears_of_none_and_a_refusal_says_no_more(client: RpcClient) -> None:
     assert client.ask(Probe(Seed(100))) == Admit(0)
     assert client.ask(Probe(Seed(1001), S)) == Reject(WorkerRefusal.TOO_LONG)
-    assert client.ask(Probe(Seed(900), S)) == Reject(WorkerRefusal.NO_ROOM)

@@ -81,7 +81,6 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
     assert report["admit"] == [200, {"type": "admit", "ahead_prefill_tokens": 250}]
     for case, reason in {
         "too long": "too_long",
-        "no room": "no_room",
         "queue full": "queue_full",
     }.items():
         assert report[case] == [429, {"type": "reject", "reason": reason}]

@@ -212,14 +212,13 @@ class NodeRpcHandler:
                 return Reject(WorkerRefusal.UNKNOWN_RESERVATION)
 
     def _probe(self, wanted: Seed) -> Admit | Reject:
-        """Admit what fits the length of vLLM's queue and its memory."""
+        """Admit what fits the length of vLLM's queue. Its memory holds a sequence of the greatest
+        length, or vLLM does not start: what each of them takes of it only vLLM knows."""
         status, limits = self._status(), self._limits
         if wanted.tokens > limits.sequence_tokens:
             return Reject(WorkerRefusal.TOO_LONG)
         if status.waiting_sequences >= limits.max_waiting:
             return Reject(WorkerRefusal.QUEUE_FULL)
-        if wanted.tokens * limits.token_bytes > status.kv_bytes_total > 0:
-            return Reject(WorkerRefusal.NO_ROOM)
         return Admit(ahead_prefill_tokens=status.pending_prefill_tokens)
 
     def _line(self, asked: AskLine) -> AnswerLine:
