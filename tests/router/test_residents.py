@@ -11,8 +11,11 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.inventory import Has, Lost, Page, decode_page
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.router.messages import Gone, Reported
+from ownerserve.router.policies import make_policy
 from ownerserve.router.residents import News, Residents
+from ownerserve.router.state import RouterState
 from tests.support.examples import examples
+from tests.support.router.fleets import dispatched, raise_up, served
 
 W = WorkerId("w:1")
 
@@ -23,7 +26,9 @@ def apply(news: list[News], known: dict[tuple[str, Tier], int]) -> None:
         if isinstance(one, Reported):
             known[one.session, one.tier] = one.tokens
         else:
-            del known[one.session, one.tier]
+            known.pop(
+                (one.session, one.tier), None
+            )  # what a turn had left, as far as is known here
 
 
 def read(residents: Residents, inventory: Inventory, known: dict[tuple[str, Tier], int],
@@ -48,6 +53,19 @@ def test_a_later_life_replaces_what_the_former_said() -> None:
     second.has(SessionId("b"), Tier.DISK, 64, digest=None)
     read(residents, second, known, life=2)
     assert known == {("b", Tier.DISK): 64}
+
+
+def test_what_came_and_went_between_two_readings_is_told_as_gone() -> None:
+    """A router that saw the turn believes that its worker's device has it."""
+    state = RouterState(make_policy("ownerserve"))
+    raise_up(state, "w0")
+    served(state, "s", 1.0, tokens=5000)
+    residents, inventory = Residents(WorkerId("w0")), Inventory()
+    inventory.has(SessionId("s"), Tier.DEVICE, 4992, digest=None)
+    inventory.gone(SessionId("s"), Tier.DEVICE)
+    for news in residents.take(inventory.page(0, incarnation=1), asked=0):
+        state.handle(news, 3.0)
+    assert dispatched(state, "s", 4.0, prompt_bytes=4 * 5100).decision.cached_tokens == 0
 
 
 def test_who_missed_that_something_went_begins_anew() -> None:

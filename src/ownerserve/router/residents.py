@@ -92,20 +92,19 @@ class Residents:
             self.ignored += 1
             return
         key = word.session, tier
-        if len(self._told) >= TOLD_MAX and key not in self._told:
+        if isinstance(word, Has) and len(self._told) >= TOLD_MAX and key not in self._told:
             self.ignored += 1
             return
         self._unconfirmed.discard(key)
         if isinstance(word, Lost):
-            if key in self._told:
-                news.append(self._gone(key))
+            news.append(self._gone(key))  # also of what a turn left and no word was read of
             return
         self._told[key] = word
         digest = PrefixHash(bytes.fromhex(word.prefix_hash)) if word.prefix_hash else None
         news.append(Reported(self._unit(tier), tier, digest, word.tokens, SessionId(word.session)))
 
     def _gone(self, key: _Key) -> Gone:
-        del self._told[key]
+        self._told.pop(key, None)
         session, tier = key
         return Gone(self._unit(tier), tier, None, SessionId(session))
 
