@@ -39,7 +39,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmServers]:
     if not vllm_python().exists():
         pytest.skip(f"no vLLM at {vllm_python().parent.parent}: make bench-envs")
     folder = tmp_path_factory.mktemp("warm")
-    with WarmServers(distribution(folder / "site"), folder / "warm.log") as servers:
+    site, log = distribution(folder / "site"), folder / "warm.log"
+    with WarmServers(site, log, VLLM_SERVER_DEV_MODE="1") as servers:
         yield servers
 
 

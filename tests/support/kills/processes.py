@@ -164,6 +164,7 @@ class Fleet:
             name = f"gateway{number or ''}"
             given = f"gateway --port {port} --admin-port {admin} --policy {policy}"
             given += f" --directory {self._lane_of(name)} --drain-timeout 1 --opening 0"
+            given += " --receipts open"
             given += "".join(f" --worker {worker.url}" for worker in self.workers)
             members.append(Member(name, folder, given.split()))
         self.members = {member.name: member for member in members}

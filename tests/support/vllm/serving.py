@@ -87,10 +87,10 @@ def _settings(installed: Path | None) -> dict[str, str]:
 
 class WarmServers:
     """`vllm serve`, again and again, of one warm process that has imported vLLM (`warm_server`). A
-    context manager; every server ends with it."""
+    context manager; every server ends with it. `environment`: more of the servers'."""
 
-    def __init__(self, installed: Path, log: Path) -> None:
-        settings = _settings(installed)
+    def __init__(self, installed: Path, log: Path, **environment: str) -> None:
+        settings = {**_settings(installed), **environment}
         settings["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
         with log.open("wb") as out:
             self._process = subprocess.Popen(
@@ -204,7 +204,8 @@ def gateway(workers: Sequence[str], folder: Path, *more: str) -> Iterator[tuple[
     """One in front of `workers`: its URL and its admin port's."""
     folder.mkdir()
     over = [word for url in workers for word in ("--worker", url)]
-    child = Child("gateway", ["gateway", *FREE_PORTS, "--opening", "0", *over, *more], folder)
+    fixed = [*FREE_PORTS, "--opening", "0", "--receipts", "open"]
+    child = Child("gateway", ["gateway", *fixed, *over, *more], folder)
     try:
         url, admin = child.wait_ready(60)
         yield url, admin
