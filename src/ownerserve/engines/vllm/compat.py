@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -478,3 +479,29 @@ def tell_cached_tokens(request: Any, tokens: int) -> None:
         num_local_cached_tokens=tokens - external,
         num_external_cached_tokens=external,
     )
+
+
+KERNEL_SEARCH = "_rebind_kernels"
+
+
+def hide_from_kernel_search(module: str) -> None:
+    """Keep a module out of sight while vLLM looks for its kernels in all there are: it asks each
+    thing in them for its attributes, and dies of one that answers otherwise. Its CPU build does so,
+    from 0.31 on, whenever an engine is built, and there may be a second one in a process."""
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:
+        return
+    search = getattr(dispatcher, KERNEL_SEARCH, None)
+    if search is None:
+        return
+
+    def without(overrides: Any) -> Any:
+        hidden = sys.modules.pop(module, None)
+        try:
+            return search(overrides)
+        finally:
+            if hidden is not None:
+                sys.modules[module] = hidden
+
+    setattr(dispatcher, KERNEL_SEARCH, without)

@@ -21,8 +21,11 @@ from numba.core import cgutils
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic
 
+from ownerserve.engines.vllm import compat
 from ownerserve.engines.vllm.layout.copies import Offsets, Pieces
 from ownerserve.kv.units import MIB
+
+compat.hide_from_kernel_search("llvmlite.binding.ffi")  # it is here from now on
 
 SIDE = 16
 LINE_BYTES = 64
