@@ -128,6 +128,8 @@ class Town:
         else:
             os.kill(server.pid, how)
         until(server.is_over, within_s=120.0, what="it to end")
+        with suppress(ProcessLookupError):
+            server.kill()  # what it forked holds its port too
 
     def priced(self, port: int, loads: float) -> None:
         """What its former lives have measured, but for what loads took."""
