@@ -178,7 +178,8 @@ def line(labels: Sequence[str], own: Sequence[Asked], alone: Sequence[Asked]) ->
         mine = [getattr(one, name) for one in own]
         theirs = [getattr(one, name) for one in alone]
         cells.append(f"{median(mine):,.0f} ({min(mine):,.0f} to {max(mine):,.0f})")
-        cells.append("" if own is alone else str(compared(theirs, mine)))
+        is_compared = own is not alone and len(own) > 1
+        cells.append(str(compared(theirs, mine)) if is_compared else "")
     cells.append(f"{max(map(Asked.off, own, alone)):.1e}")
     return f"| {' | '.join(cells)} |"
 
