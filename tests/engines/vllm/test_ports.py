@@ -75,7 +75,7 @@ def test_without_an_address_only_this_host_asks(tmp_path: Path) -> None:
 
 
 def test_what_can_not_listen_is_one_error_with_its_field(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"config\.rpc_host: 10\.0\.0\.5.*set curve_key_file"):
+    with pytest.raises(InvalidInput, match=r"config\.rpc_host: 10\.0\.0\.5.*give curve_key_file"):
         gateway_port("10.0.0.5", 0, "")
     with pytest.raises(InvalidInput, match=r"config\.curve_key_file: .*No such file"):
         gateway_port("10.0.0.5", 0, str(tmp_path / "none"))
