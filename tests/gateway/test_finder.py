@@ -280,6 +280,7 @@ def test_one_turn_waits_for_a_silent_directory_and_none_until_it_answers_again(
                 await until(lambda told=number: finder.answers["unreachable"] == told)
                 await turn(name)
                 assert (finder.answers["too_slow"], finder.answers["not_awaited"]) == (1, number)
+            await until(lambda: silent.frames == 4)  # in another thread, and a turn waits for none
             silent.is_silent = False
             silent.frame_ends.release()
             await until(lambda: finder.answers["unreachable"] == 4)
