@@ -41,7 +41,10 @@ def _import_vllm() -> None:
     import vllm.v1.worker.cpu_model_runner
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
-    import ownerserve.engines.vllm.connector  # noqa: F401
+    # All that our connector imports, and not its own module, which registers its name.
+    import ownerserve.engines.vllm.build
+    import ownerserve.engines.vllm.replay.padding
+    import ownerserve.engines.vllm.worker_side.worker  # noqa: F401
 
 
 def main() -> None:
