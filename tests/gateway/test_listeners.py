@@ -71,11 +71,12 @@ def test_an_admin_port_with_a_key_answers_nobody_else(tmp_path: Path) -> None:
     with running(ready, *words) as process:
         data, admin = ready.read_text().split()
         admin = admin.replace("0.0.0.0", "127.0.0.1")
-        for path in ("/status", "/metrics", "/decisions", "/health", "/nowhere", "/openapi.json"):
+        for path in ("/status", "/metrics", "/decisions", "/sessions", "/health", "/nowhere", "//"):
             for wrong in (None, "", KEY, f"Bearer {KEY}x", f"bearer {KEY}", "Bearer "):
                 assert status_of(admin + path, wrong) == 401, (path, wrong)
         assert status_of(f"{admin}/status", f"Bearer {KEY}") == 200
         assert status_of(f"{admin}/nowhere", f"Bearer {KEY}") == 404
+        assert status_of(f"{admin}/", None) == 200  # the live page, which asks for the key itself
         assert (
             status_of(f"{data}/v1/models", f"Bearer {KEY}") == 503
         )  # no worker: it is not its key

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import re
 import socket
 from collections.abc import Iterator
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,9 +18,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ownerserve.gateway.live import PAGE, counts, device_memory, newest_sessions
 from ownerserve.gateway.metrics import GatewayCollector
 from ownerserve.gateway.turns import Decided
 from ownerserve.gateway.workers.health import HealthMonitor
@@ -32,10 +35,14 @@ if TYPE_CHECKING:
     from ownerserve.gateway.service import Gateway
 
 
+COUNT = re.compile(r"[0-9]{1,9}", re.ASCII)
+
+
 def status(gateway: Gateway) -> dict[str, Any]:
     """Return the workers with their load, and the account of all requests, as JSON values."""
     state = gateway.state
     return {
+        "age_s": round(gateway.now() - gateway.turns.observer.began_at_s, 3),
         "policy": gateway.config.policy,
         "draining": gateway.draining,
         "sessions": len(state.sessions),
@@ -62,6 +69,7 @@ def status(gateway: Gateway) -> dict[str, Any]:
                 "batch": worker.batch,
                 "occupancy": round(worker.occupancy, 4),
                 "profile": _profile(gateway, worker),
+                "device_memory": device_memory(gateway.monitors[worker.id]),
                 "connections_opened": gateway.turns.pools[worker.id].opened,
                 "connections_reused": gateway.turns.pools[worker.id].reused,
                 "connections_idle": gateway.turns.pools[worker.id].idle,
@@ -72,6 +80,7 @@ def status(gateway: Gateway) -> dict[str, Any]:
         "never_up": [
             name for name in gateway.turns.pools if name not in {w.id for w in state.fleet}
         ],
+        **counts(gateway),
     }
 
 
@@ -94,6 +103,7 @@ def _probe(monitor: HealthMonitor) -> dict[str, Any]:
         "assigned": monitor.address.models,
         "models_unknown": None if unlearnt is None else unlearnt.why,
         "problems": monitor.problems,
+        "cause": monitor.cause,
     }
 
 
@@ -170,8 +180,8 @@ def _source(copy: Copy) -> dict[str, Any]:
 
 
 def admin_app(gateway: Gateway) -> Starlette:
-    """Make the app of /health, /status, /decisions?last=N and /metrics; the middle two also stand
-    below /ownerserve/."""
+    """Make the app of the live page, /health, /status, /decisions?last=N, /sessions?last=N and
+    /metrics; status and decisions also stand below /ownerserve/."""
     registry = CollectorRegistry()
     registry.register(GatewayCollector(gateway))
 
@@ -182,25 +192,49 @@ def admin_app(gateway: Gateway) -> Starlette:
         return _json(status(gateway))
 
     async def get_decisions(request: Request) -> Response:
-        last = request.query_params.get("last", "100")
-        if not last.isdigit():
-            return _json({"error": f"last: {last!r} is no count; write ?last=100"}, 400)
-        kept = list(gateway.turns.observer.decisions)[-int(last) :] if int(last) else []
-        return _json({"decisions": [decision(one, gateway.now()) for one in reversed(kept)]})
+        last = _last(request)
+        if last is None:
+            return _no_count(request)
+        kept = islice(reversed(gateway.turns.observer.decisions), last)
+        return _json({"decisions": [decision(one, gateway.now()) for one in kept]})
+
+    async def get_sessions(request: Request) -> Response:
+        last = _last(request)
+        if last is None:
+            return _no_count(request)
+        return _json(newest_sessions(gateway, last))
 
     async def get_metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
         routes=[
+            Route("/", get_page),
             Route("/health", get_health),
             Route("/status", get_status),
             Route("/decisions", get_decisions),
+            Route("/sessions", get_sessions),
             Route("/ownerserve/status", get_status),
             Route("/ownerserve/decisions", get_decisions),
             Route("/metrics", get_metrics),
         ]
     )
+
+
+def _last(request: Request) -> int | None:
+    """Return how many rows are asked for; None when what is said is no count."""
+    last = request.query_params.get("last", "100")
+    return int(last) if COUNT.fullmatch(last) else None
+
+
+def _no_count(request: Request) -> Response:
+    last = request.query_params["last"]
+    return _json({"error": f"last: {last!r} is no count; write ?last=100"}, 400)
+
+
+async def get_page(request: Request) -> Response:
+    """Answer with the live page: it has no data in it, and asks for all of that itself."""
+    return Response(PAGE.document, media_type="text/html", headers=PAGE.headers)
 
 
 def _json(body: Any, status_code: int = 200) -> Response:
@@ -226,6 +260,12 @@ class Keyed:
         await answer(scope, receive, send)
 
 
+def keyed_app(app: ASGIApp, key: str) -> ASGIApp:
+    """Return `app` behind the key, but for the live page: a browser asks for that without one, and
+    the page asks its reader for the key."""
+    return Starlette(routes=[Route("/", get_page), Mount("", Keyed(app, key))])
+
+
 class AdminServer(uvicorn.Server):
     """The admin server is uvicorn in the gateway's own loop; it leaves signals to the gateway."""
 
@@ -243,6 +283,6 @@ def admin_server(gateway: Gateway) -> tuple[AdminServer, socket.socket]:
     )
     app: ASGIApp = admin_app(gateway)
     if config.admin_key is not None:
-        app = Keyed(app, config.admin_key)
+        app = keyed_app(app, config.admin_key)
     serving = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
     return AdminServer(serving), listener

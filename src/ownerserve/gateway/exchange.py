@@ -43,9 +43,10 @@ from ownerserve.gateway.http.replies import (
     too_late,
 )
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
-from ownerserve.gateway.stamps import Stamp, TurnRefused
+from ownerserve.gateway.stamps import TurnRefused
 from ownerserve.gateway.turns import (
     Arrived,
+    BegunAnswer,
     Correction,
     LookUp,
     LostDispatch,
@@ -95,7 +96,7 @@ class TurnPort(Protocol):
 
     def began(
         self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
-    ) -> Stamp | TurnRefused:
+    ) -> BegunAnswer | TurnRefused:
         """Take in an answer's head: return the worker's word on it, or its no to the turn."""
         ...
 
@@ -107,7 +108,7 @@ class TurnPort(Protocol):
         self,
         asked: IdentifiedRequest,
         dispatch: Dispatch,
-        stamp: Stamp,
+        begun: BegunAnswer,
         tail: bytes,
         *,
         alias: SessionId | None,
@@ -561,18 +562,18 @@ class AwaitingHead(Sent):
 class Relaying(Sent):
     """In this phase the answer goes to the client as it comes (upstream.BodySink)."""
 
-    __slots__ = ("response_id", "stamp")
+    __slots__ = ("begun", "response_id")
 
     def __init__(
         self,
         attempt: Attempt,
         upstream: UpstreamConnection,
-        stamp: Stamp,
+        begun: BegunAnswer,
         response_id: str | None,
     ) -> None:
         self.attempt = attempt
         self.upstream = upstream
-        self.stamp = stamp
+        self.begun = begun
         self.response_id = response_id
 
     def passed(self, data: bytes) -> bytes:
@@ -591,7 +592,7 @@ class Relaying(Sent):
         alias = asked.alias(self.response_id) if self.response_id else None
         try:
             exchange.turns.finished(
-                asked, attempt.dispatch, self.stamp, tail, alias=alias, started_s=exchange.started_s
+                asked, attempt.dispatch, self.begun, tail, alias=alias, started_s=exchange.started_s
             )
         except Exception as error:  # noqa: BLE001 - the answer is whole: only our books are not
             exchange.log_fault(error)
@@ -624,10 +625,10 @@ class Streaming(Relaying):
         self,
         attempt: Attempt,
         upstream: UpstreamConnection,
-        stamp: Stamp,
+        begun: BegunAnswer,
         response_id: str | None,
     ) -> None:
-        super().__init__(attempt, upstream, stamp, response_id)
+        super().__init__(attempt, upstream, begun, response_id)
         self._held = b""
         """Chunks from a frame's begin, of which the last is not whole or ends amid a line."""
         self._is_torn = False

@@ -33,6 +33,7 @@ from ownerserve.gateway.http.heads import ResponseHead
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.upstream import IDLE_MAX, WorkerPool
 from ownerserve.gateway.logs import AccessLog, WorkerLog
+from ownerserve.gateway.owner_changes import OwnerChanges
 from ownerserve.gateway.receipts import receipts_of
 from ownerserve.gateway.stamps import (
     PromptOutcome,
@@ -87,6 +88,7 @@ from ownerserve.router.requests.body import Usage, believed, scan_usage
 from ownerserve.router.requests.identity import SessionIdentity
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession, Use
 from ownerserve.router.state import RouterState
+from ownerserve.router.worker import Worker
 
 
 class Correction(Label):
@@ -123,6 +125,14 @@ class Arrived(msgspec.Struct, frozen=True, gc=False):
     asked: IdentifiedRequest
     at_s: float
     look_up: LookUp | None
+
+
+class BegunAnswer(msgspec.Struct, frozen=True, gc=False):
+    """A begun answer is one whose first byte is here: the worker's word on it, and how long its
+    client had waited for that."""
+
+    stamp: Stamp
+    first_byte_s: float
 
 
 class LostDispatch(msgspec.Struct, frozen=True, gc=False):
@@ -231,8 +241,17 @@ class Turns:
 
     def told(self, event: Reported | Gone | ReleaseEnded | Claimed) -> None:
         """Tell the state the news of a worker or the directory."""
-        self.state.handle(event, self.now())
-        if isinstance(event, Claimed) and self.finder is not None:
+        now = self.now()
+        if not isinstance(event, Claimed):
+            self.state.handle(event, now)
+            return
+        session = self.state.sessions.resolve(event.session)
+        owner = self._owner_of(session)
+        self.state.handle(event, now)
+        self.observer.owner_changes.look(
+            session, owner, self._owner_of(session), how="told", now_s=now
+        )
+        if self.finder is not None:
             self.finder.heard(event.epoch)
 
     # A turn, step by step
@@ -354,7 +373,7 @@ class Turns:
 
     def began(
         self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
-    ) -> Stamp | TurnRefused:
+    ) -> BegunAnswer | TurnRefused:
         """Take in an answer's head: return the worker's word on it, or its no to the turn. Who is
         asked while it is down and answers with a fault has said no."""
         now = self.now()
@@ -368,12 +387,18 @@ class Turns:
                 self.state.handle(Stamped(stamp.status), now)
             return TurnRefused(refusal, head.status, retry_after_s(head.lines, time.time()))
         answer = answer_of(head.status, stamp)
+        session = dispatch.session
+        owner = None if session is None else self._owner_of(session)
         self.state.handle(FirstByte(dispatch.receipt, stamp.status, answer), now)
+        if session is not None and owner is not None:
+            self.observer.owner_changes.look(
+                session, owner, self._owner_of(session), how="answered", now_s=now
+            )
         self.observer.first_byte(now - started_s)
         if self._access is not None:
             self._access.began(dispatch.receipt, head.status, now_s=now)
         self._report(dispatch, stamp, now)
-        return stamp
+        return BegunAnswer(stamp, now - started_s)
 
     def receipt(self, dispatch: Dispatch, head: ResponseHead, caller: Caller) -> bytes:
         """Return the header lines that tell the client of the decision."""
@@ -383,7 +408,7 @@ class Turns:
         self,
         asked: IdentifiedRequest,
         dispatch: Dispatch,
-        stamp: Stamp,
+        begun: BegunAnswer,
         tail: bytes,
         *,
         alias: SessionId | None,
@@ -395,7 +420,7 @@ class Turns:
         told = scan_usage(tail)
         usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
         known = self.session_of(dispatch)
-        came = what_came(stamp, usage, 0 if known is None else known.prompt_tokens)
+        came = what_came(begun.stamp, usage, 0 if known is None else known.prompt_tokens)
         done = Done(dispatch.receipt, told, alias, prompt=asked.prompt)
         wanted = self.state.handle(done, now)
         if isinstance(wanted, AskRelease) and asked.identity.final:
@@ -403,6 +428,7 @@ class Turns:
         elif isinstance(wanted, AskRelease):
             self.releasing.ask(wanted)
         self.observer.finished(now - started_s, usage)
+        self.observer.ran(came.mode, first_byte_s=begun.first_byte_s, duration_s=now - started_s)
         if self._access is not None:
             self._access.ended(dispatch.receipt, "finished", usage=usage, now_s=now)
         self.observer.compared(dispatch, usage, came)
@@ -457,6 +483,10 @@ class Turns:
         name = dispatch.session
         return None if name is None else self.state.sessions.get(name)
 
+    def _owner_of(self, name: SessionId) -> Worker | None:
+        known = self.state.sessions.get(name)
+        return None if known is None else known.owner
+
     def _is_known(self, name: SessionId) -> bool:
         return self.state.sessions.get(name) is not None
 
@@ -492,6 +522,14 @@ class Histogram:
         self.sum += value
 
 
+class ModeLatency:
+    """The latencies of one execution mode's turns whose answers came whole."""
+
+    def __init__(self) -> None:
+        self.first_byte_s = Histogram()
+        self.duration_s = Histogram()
+
+
 Decided: TypeAlias = tuple[float, bytes, SessionIdentity | None, Dispatch | Refuse]
 """One decision: when (s), request id, who asked, what was decided."""
 
@@ -503,6 +541,10 @@ class Observer:
         self.decisions: deque[Decided] = deque(maxlen=decisions_kept)
         self.first_byte_s = Histogram()
         self.duration_s = Histogram()
+        self.by_mode: dict[ExecutionMode | None, ModeLatency] = {}
+        """None: turns of which nobody says how they were served."""
+        self.owner_changes = OwnerChanges()
+        self.began_at_s = now()
         self.rejections: Counter[str] = Counter()
         self.pressure: Counter[tuple[str, str]] = Counter()
         """(kind, reason): all that did not go as decided. Errors and fallbacks are one pressure:
@@ -553,6 +595,14 @@ class Observer:
     def first_byte(self, duration_s: float) -> None:
         """Count the time to a turn's first byte."""
         self.first_byte_s.observe(duration_s)
+
+    def ran(self, mode: ExecutionMode | None, *, first_byte_s: float, duration_s: float) -> None:
+        """Count how long a turn that is over took, served in that mode."""
+        latency = self.by_mode.get(mode)
+        if latency is None:
+            latency = self.by_mode[mode] = ModeLatency()
+        latency.first_byte_s.observe(first_byte_s)
+        latency.duration_s.observe(duration_s)
 
     def finished(self, duration_s: float, usage: Usage | None) -> None:
         """Count a turn that is over, with what its answer said."""

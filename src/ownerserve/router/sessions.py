@@ -350,6 +350,10 @@ class SessionTable:
         """Give each session with its name."""
         return iter(self._sessions.items())
 
+    def newest(self) -> Iterator[tuple[SessionId, RoutedSession]]:
+        """Give each session with its name, the most recently used one first."""
+        return reversed(self._sessions.items())
+
     def resolve(self, session: SessionId) -> SessionId:
         """Return the session that a response alias stands for; any other name is its own."""
         return self._aliases.get(session, session)

@@ -32,6 +32,8 @@ class FakeEngine:
         """What its answers say of their size, instead of what is so."""
         self.states: bytes | None = None
         """What it says on /ownerserve/status; None: 404, as engines that know no such path."""
+        self.holds: bytes | None = None
+        """All that it holds, as its /ownerserve/inventory says it; None: an answer that is none."""
         self.key: str | None = None
         """What it wants as bearer on /v1/..., as vLLM with --api-key; /health is open."""
         self.lists: Sequence[str] | None = None
@@ -158,6 +160,10 @@ class FakeEngine:
         """Status and body, where it is asked what it is, or for its key; None: for a turn."""
         if path == b"/ownerserve/status":
             return (404, b"{}") if self.states is None else (200, self.states)
+        if path.startswith(b"/ownerserve/inventory") and self.holds is not None:
+            words = self.holds if path.endswith(b"?after=0") else b"[]"
+            said = b'{"incarnation": 1, "rank": 0, "floor": 0, "last": 1, "words": %b}' % words
+            return 200, said
         wanted = None if self.key is None else b"Bearer " + self.key.encode()
         if wanted and path.startswith(b"/v1/") and header(head, b"authorization") != wanted:
             return 401, b"{}"

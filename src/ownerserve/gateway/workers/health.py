@@ -30,6 +30,7 @@ from ownerserve.gateway.http.fetching import fetch
 from ownerserve.gateway.http.heads import read_response_head
 from ownerserve.gateway.http.model_list import Models, Unlearnt, read_models, stated_models
 from ownerserve.gateway.stamps import MODEL, read_stamp
+from ownerserve.gateway.workers.components import ComponentMemory, read_components
 from ownerserve.kv.ids import Incarnation
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import (
@@ -152,6 +153,8 @@ class HealthMonitor:
         """Statements of which something was refused, by field."""
         self.stated: WorkerStatus | None = None
         """The last statement; None of an engine that makes none."""
+        self.components: tuple[ComponentMemory, ...] = ()
+        """Its device memory by component, by its last statement; empty: it tells none."""
         self.models: Models = {}
         """What it serves; empty: not known, or whatever it is asked for."""
         self.unlearnt: Unlearnt | None = None
@@ -221,8 +224,9 @@ class HealthMonitor:
         answer = await fetch(self.address, STATUS_PATH, self._access)
         if not answer.is_good:
             self._states_itself = answer.status != 404
-            self.stated = None
+            self.stated, self.components = None, ()
             return None
+        self.components = read_components(answer.body)
         return self._read(read_status(answer.body))
 
     def _read(self, read: StatusRead) -> _Up | None:
@@ -322,6 +326,7 @@ class HealthMonitor:
     def _forget(self) -> None:
         """Forget what the worker was, as it is down: that says nothing of what comes back."""
         self.stated = self.unlearnt = None
+        self.components = ()
         self._rank = None
         self._has_listed = False
         self._states_itself = True
