@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ownerserve.cli.directory.command import SystemClock
 from ownerserve.cli.directory.embedded import OpenedDirectory, opened, port_of
+from ownerserve.cli.gateway_file import config_option
 from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile
 from ownerserve.gateway.admin import admin_server
@@ -122,6 +123,7 @@ def _policies() -> str:
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"\b\nPolicies:\n{_policies()}",
 )
+@config_option
 @click.option(
     "--worker",
     "workers",
