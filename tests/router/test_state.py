@@ -31,6 +31,7 @@ from ownerserve.router.messages import (
     SessionEnd,
     Unpromised,
     WorkerDown,
+    WorkerLeft,
     WorkerUp,
 )
 from ownerserve.router.policies import make_policy
@@ -334,6 +335,21 @@ def test_sessions_are_bounded_and_forgotten_when_idle(monkeypatch: pytest.Monkey
     state.check()
 
 
+def test_a_worker_that_left_is_forgotten_and_may_come_anew() -> None:
+    state = fleet()
+    first = arrive(state)
+    state.handle(WorkerDown(first.worker, Down.REMOVED), 2.0)
+    with pytest.raises(InvariantViolated, match="before it is empty"):
+        state.handle(WorkerLeft(first.worker), 2.0)
+    state.handle(Done(first.receipt), 3.0)
+    state.handle(WorkerLeft(first.worker), 3.0)
+    assert first.worker not in {worker.id for worker in state.fleet}
+    assert arrive(state).worker != first.worker
+    state.handle(WorkerUp(first.worker), 4.0)
+    assert len(state.fleet.up) == 2
+    state.check()
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Events in any order a runtime could send them: the account stays whole."""
 
@@ -356,6 +372,12 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(W))
     def down(self, worker: WorkerId) -> None:
         self.note(self.state.handle(WorkerDown(worker, Down.UNHEALTHY), self.now))
+
+    @rule(worker=st.sampled_from(W))
+    def leave(self, worker: WorkerId) -> None:
+        self.note(self.state.handle(WorkerDown(worker, Down.REMOVED), self.now))
+        if not any(one.requests for one in self.state.fleet if one.id == worker):
+            self.note(self.state.handle(WorkerLeft(worker), self.now))
 
     @rule(session=st.sampled_from([None, *map(SessionId, "abc")]), size=st.integers(0, 9999))
     def arrive(self, session: SessionId | None, size: int) -> None:

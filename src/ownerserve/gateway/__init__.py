@@ -11,7 +11,9 @@
 | logs | the log: workers, directory, turns |
 | exchange | one request's life as phases |
 | turns | what an exchange asks at each step: the router's state, admission, places; counters |
-| service | the process: listener, probes, drain |
+| roster | which workers there are: who joins, leaves, gets no new turn |
+| service | the process: listener, clients, drain |
 | checking | what a gateway would find, before it starts |
 | metrics, admin | what it did, for people: Prometheus families, the admin port |
+| worker_admin | the admin port's routes to the roster |
 """

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ownerserve.gateway.live import PAGE, counts, device_memory, newest_sessions
 from ownerserve.gateway.metrics import GatewayCollector
 from ownerserve.gateway.turns import Decided
+from ownerserve.gateway.worker_admin import worker_routes
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.listening import ADMIN, open_listener
 from ownerserve.router.decision import Decision
@@ -180,8 +181,8 @@ def _source(copy: Copy) -> dict[str, Any]:
 
 
 def admin_app(gateway: Gateway) -> Starlette:
-    """Make the app of the live page, /health, /status, /decisions?last=N, /sessions?last=N and
-    /metrics; status and decisions also stand below /ownerserve/."""
+    """Make the app of the live page, /health, /status, /decisions?last=N, /sessions?last=N,
+    /metrics and /workers; status and decisions also stand below /ownerserve/."""
     registry = CollectorRegistry()
     registry.register(GatewayCollector(gateway))
 
@@ -217,6 +218,7 @@ def admin_app(gateway: Gateway) -> Starlette:
             Route("/ownerserve/status", get_status),
             Route("/ownerserve/decisions", get_decisions),
             Route("/metrics", get_metrics),
+            *worker_routes(gateway),
         ]
     )
 

@@ -21,19 +21,11 @@ from ownerserve.gateway.http.door import Door
 from ownerserve.gateway.http.model_list import Models, union
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.logs import DirectoryLog, tell
+from ownerserve.gateway.roster import Roster
 from ownerserve.gateway.turns import Turns
-from ownerserve.gateway.workers.health import HealthMonitor, News
-from ownerserve.gateway.workers.inventory import InventoryReader
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.listening import ADMIN, GATEWAY, check_reach, open_listener
-from ownerserve.kv.messages import RoutingUnit
-from ownerserve.router.messages import (
-    Down,
-    Drain,
-    Stamped,
-    WorkerDown,
-    WorkerUp,
-)
+from ownerserve.router.messages import Drain
 from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.router.policies.apart import lacking, unmet
 
@@ -41,8 +33,6 @@ SWEEP_INTERVAL_S = 5.0
 TIDY_INTERVAL_S = 1.0
 FULL_IDLE_S = 0.5
 """While the house is full, who has no request for longer than this has to go."""
-SOME_OTHER = "(not learnt)"
-"""Stands for the models of a worker whose list is not known: requests are looked at for theirs."""
 
 log = logging.getLogger("ownerserve.gateway")
 
@@ -75,16 +65,9 @@ class Gateway:
         self.bodies = BodyBudget(config.bodies_max_bytes)
         self.clients: set[ClientConnection] = set()
         self.draining = False
-        self.monitors = {
-            address.worker: HealthMonitor(address, config, access=turns.access, tell=self._heard)
-            for address in config.workers
-        }
-        self.inventories = {
-            address.worker: InventoryReader(
-                address, config, access=turns.access, fleet=self.state.fleet, tell=turns.told
-            )
-            for address in config.workers
-        }
+        self.roster = Roster(config, turns)
+        self.monitors = self.roster.monitors
+        self.inventories = self.roster.inventories
         self._tasks: list[asyncio.Task[None]] = []
         self.door: Door | None = None
         self._ids = count(1)
@@ -149,20 +132,16 @@ class Gateway:
             raise
 
     async def _start(self, bound: socket.socket) -> None:
-        monitors = self.monitors.values()
-        for heard in await asyncio.gather(*(monitor.probe() for monitor in monitors)):
-            for news in heard:
-                self._heard(news)  # in the order of the settings, whoever answered first
+        await self.roster.ask_all()
         self._look_at_offers()
         await asyncio.gather(*(reader.read() for reader in self.inventories.values()))
         loop = asyncio.get_running_loop()
         clients_max = self.turns.share.clients_max
         self.door = Door(bound, lambda: ClientConnection(self), clients_max=clients_max)
         self.door.open()
-        self._tasks = [loop.create_task(monitor.run()) for monitor in monitors]
-        self._tasks += [loop.create_task(reader.run()) for reader in self.inventories.values()]
+        self.roster.watch()
         watches = (self._sweep(), self._tidy(), self._look_at_answers())
-        self._tasks += [loop.create_task(watch) for watch in watches]
+        self._tasks = [loop.create_task(watch) for watch in watches]
 
     async def drain(self) -> None:
         """Take no more; wait for what is live, at most `drain_timeout_s`; then close all."""
@@ -184,7 +163,7 @@ class Gateway:
             self.door.close()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(self.roster.stop(), *self._tasks, return_exceptions=True)
         for client in list(self.clients):
             client.stop()
         for pool in self.turns.pools.values():
@@ -194,34 +173,6 @@ class Gateway:
         self.turns.releasing.close()
         self.turns.lines.close()
         await asyncio.sleep(0)  # let the transports report their end
-
-    def _heard(self, event: News) -> None:
-        self.state.handle(event, self.now())
-        worker_log = self.turns.worker_log
-        match event:
-            case WorkerUp(worker, dp_rank, incarnation):
-                served = ",".join(sorted(self.monitors[worker].models)) or None
-                worker_log.up(worker, models=served, life=incarnation, dp_rank=dp_rank)
-                self.inventories[worker].call()
-                stated = self.monitors[worker].stated
-                if incarnation is not None:
-                    unit = RoutingUnit(worker, dp_rank, incarnation)
-                    self.turns.worker_names.up(unit, None if stated is None else stated.unit.worker)
-                rpc = None if stated is None else stated.profile.rpc
-                self.turns.lines.learn(worker, self.turns.pools[worker].address.host, rpc)
-            case WorkerDown(worker, why):
-                worker_log.down(worker, why=why.value, cause=self.monitors[worker].cause)
-                self.turns.worker_names.down(worker)
-                self.turns.lines.learn(worker, self.turns.pools[worker].address.host, None)
-                self.turns.pools[worker].close_idle()
-                if why is Down.UNHEALTHY:  # one that nobody listens at may be ending what it has
-                    self.turns.pools[worker].found_out()
-            case Stamped():
-                return
-        names = {name for one in self.state.fleet for name in one.profile.names}
-        if any(monitor.unlearnt is not None for monitor in self.monitors.values()):
-            names.add(SOME_OTHER)
-        self.turns.asking.serves(names)
 
     def _look_at_offers(self) -> None:
         """Check that the policy can be what its name says, over the workers that answered. Raises
@@ -261,7 +212,7 @@ class Gateway:
         patience_s = min(config.first_byte_timeout_s, config.whole_answer_timeout_s)
         while True:
             await asyncio.sleep(min(SWEEP_INTERVAL_S, patience_s / 4))
-            for pool in self.turns.pools.values():
+            for pool in list(self.turns.pools.values()):
                 try:
                     pool.look(self.now())
                 except Exception:  # a task's root: else nobody's patience would ever end

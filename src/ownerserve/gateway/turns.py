@@ -25,7 +25,7 @@ import msgspec
 from ownerserve.directory.port import Directory
 from ownerserve.gateway.asking import Asking, IdentifiedRequest, SessionFinder
 from ownerserve.gateway.config import Config
-from ownerserve.gateway.http.access import open_access
+from ownerserve.gateway.http.access import Address, open_access
 from ownerserve.gateway.http.callers import Caller
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.door import descriptor_limit, share_of
@@ -213,15 +213,9 @@ class Turns:
         )
         self.access = open_access(config.worker_key, config.worker_ca_file)
         self.share = share_of(descriptor_limit(), len(config.workers))
-        self.pools: dict[WorkerId, WorkerPool] = {
-            address.worker: WorkerPool(
-                address,
-                self.access,
-                connect_timeout_s=config.connect_timeout_s,
-                idle_max=min(self.share.idle_max, IDLE_MAX),
-            )
-            for address in config.workers
-        }
+        self.pools: dict[WorkerId, WorkerPool] = {}
+        """Whom turns may run at, also of a worker that leaves while something runs there."""
+        self._connect_timeout_s = config.connect_timeout_s
         seats = config.seats
         self.admission = AdmissionQueue(
             None if seats is None else SessionAdmission(self.state.fleet, seats)
@@ -238,6 +232,15 @@ class Turns:
         self.places = Places(self.lines)
         self._receipts = receipts_of(config.receipts)
         self.releasing = Releasing(self.lines, self.worker_names, tell=self.told)
+
+    def open_pool(self, address: Address) -> None:
+        """Make the pool of connections to a worker; none is opened yet."""
+        self.pools[address.worker] = WorkerPool(
+            address,
+            self.access,
+            connect_timeout_s=self._connect_timeout_s,
+            idle_max=min(self.share.idle_max, IDLE_MAX),
+        )
 
     def told(self, event: Reported | Gone | ReleaseEnded | Claimed) -> None:
         """Tell the state the news of a worker or the directory."""

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import count
 from math import inf, log2
 
 from msgspec.structs import replace
@@ -394,8 +395,8 @@ _SILENCE = (Down.UNREACHABLE, Down.UNHEALTHY)
 
 
 class Fleet:
-    """The fleet holds every routing unit ever seen, by (worker, dp_rank), and the candidates for
-    each model."""
+    """The fleet holds every routing unit that was seen and has not left for good, by (worker,
+    dp_rank), and the candidates for each model."""
 
     def __init__(self) -> None:
         self._workers: dict[tuple[WorkerId, int], Worker] = {}
@@ -404,6 +405,7 @@ class Fleet:
         """Workers that name no model, and so may serve any."""
         self._by_model: dict[str, Candidates] = {}
         self._presumed = PresumedSpeeds()
+        self._places = count()
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -458,7 +460,7 @@ class Fleet:
         place = event.worker, event.dp_rank
         known = self._workers.get(place)
         if known is None:
-            known = Worker(event.worker, len(self._workers), dp_rank=event.dp_rank)
+            known = Worker(event.worker, next(self._places), dp_rank=event.dp_rank)
             self._workers[place] = known
         if _is_former_life(event, known):
             return  # a late word: it says nothing of the present one
@@ -488,6 +490,17 @@ class Fleet:
             self._leave(unit)
         self._settle({unit.profile.spec_digest for unit in units})
         return units
+
+    def forget(self, worker: WorkerId) -> None:
+        """Forget the worker's units, which are down for good. Raises InvariantViolated while one is
+        up or a dispatch counts there."""
+        places = [place for place, unit in self._workers.items() if unit.id == worker]
+        for place in places:
+            unit = self._workers[place]
+            if unit.up or unit.requests:
+                raise InvariantViolated(f"invariant 5: {worker} is forgotten before it is empty")
+        for place in places:
+            del self._workers[place]
 
     def check(self) -> None:
         """Raise InvariantViolated unless every order is sorted and complete."""

@@ -73,6 +73,9 @@ class Down(Label):
     UNHEALTHY = "unhealthy"
     UNREACHABLE = "unreachable"
     REMOVED = "removed"
+    """Its operator takes it out of the fleet: it gets no new turn, and leaves when none runs."""
+    DRAINED = "drained"
+    """Its operator wants it to get no new turn for now; what runs there ends."""
     MODELS_UNKNOWN = "models_unknown"
     """Nobody knows what it serves: it would answer for the wrong model."""
     ANOTHER_RANK = "another_rank"
@@ -102,6 +105,13 @@ class WorkerDown(msgspec.Struct, frozen=True, gc=False):
 
     worker: WorkerId
     why: Down
+
+
+class WorkerLeft(msgspec.Struct, frozen=True, gc=False):
+    """This event says that a worker that is down will not be back, and that nothing runs there any
+    more: it is forgotten."""
+
+    worker: WorkerId
 
 
 class Drain(msgspec.Struct, frozen=True, gc=False):
@@ -262,7 +272,7 @@ class SessionEnd(msgspec.Struct, frozen=True, gc=False):
 
 
 Settling = (
-    WorkerUp | WorkerDown | Drain | Stamped | Reported | Gone | Claimed
+    WorkerUp | WorkerDown | WorkerLeft | Drain | Stamped | Reported | Gone | Claimed
     | FirstByte | Broken | Aborted | SessionEnd | ReleaseEnded
 )  # fmt: skip
 Event = Arrive | Failed | Unpromised | Misjudged | Done | Settling

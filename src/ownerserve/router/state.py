@@ -4,6 +4,7 @@ randomness.
 | event | does | outcome |
 |---|---|---|
 | WorkerUp, WorkerDown | candidates change; a new life unbinds what the old one held | Noted |
+| WorkerLeft | a worker that is down and runs nothing is forgotten | Noted |
 | Stamped | the worker's word on its load replaces what was known | Noted |
 | Reported, Gone, Claimed | the dated copy of extents and owners follows | Noted |
 | Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
@@ -75,6 +76,7 @@ from ownerserve.router.messages import (
     Stamped,
     Unpromised,
     WorkerDown,
+    WorkerLeft,
     WorkerUp,
 )
 from ownerserve.router.opening import NEVER_OPENING, OpeningRule
@@ -224,6 +226,7 @@ class RouterState:
         self._on: dict[type, Callable[[Any, float], Outcome]] = {
             WorkerUp: self._worker_up,
             WorkerDown: self._worker_down,
+            WorkerLeft: self._worker_left,
             Drain: self._drain,
             Stamped: self._stamped,
             Reported: self._knowledge.reported,
@@ -267,6 +270,10 @@ class RouterState:
     def _worker_down(self, event: WorkerDown, now: float) -> Noted:
         if self.fleet.take_down(event.worker, event.why):
             self.account.downs[event.why] += 1
+        return NOTED
+
+    def _worker_left(self, event: WorkerLeft, now: float) -> Noted:
+        self.fleet.forget(event.worker)
         return NOTED
 
     def _drain(self, event: Drain, now: float) -> Noted:

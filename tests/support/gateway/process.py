@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from tests.support.gateway.world import header
 from tests.support.waits import until
 
 EVERY_S = 0.2
+SHORT = 15
+"""How many events /...short-stream has before its end."""
 SLOW_S = 0.5
 """How long /...slow takes to answer."""
 
@@ -38,10 +41,11 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 b"transfer-encoding: chunked\r\n\r\n"
             )
             event = b'data: {"choices": [{"delta": {"content": "word"}}]}\n\n'
-            while True:
+            for _ in range(SHORT) if path.endswith(b"short-stream") else count():
                 writer.write(b"%x\r\n%b\r\n" % (len(event), event))
                 await writer.drain()
                 await asyncio.sleep(EVERY_S)
+            writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):
         pass
     finally:
