@@ -78,6 +78,16 @@ def test_an_end_that_is_heard_late_says_nothing_of_a_later_owner(fleet: Fleet) -
     assert done(fleet, fleet.send("w1")) == AskRelease(S, unit("w2"), epoch(6), unit("w1"))
 
 
+@pytest.mark.parametrize("why", [Down.DRAINED, Down.REMOVED])
+def test_a_drained_owner_is_asked_until_it_is_silent(fleet: Fleet, why: Down) -> None:
+    fleet.tell(WorkerDown(WorkerId("w0"), why))
+    fleet.tell(WorkerDown(WorkerId("w0"), why))
+    assert done(fleet, fleet.send("w1")) == ASKED
+    fleet.tell(ReleaseEnded(S, OWNED, ReleaseEnd.KEPT))
+    fleet.tell(WorkerDown(WorkerId("w0"), Down.UNREACHABLE))
+    assert done(fleet, fleet.send("w1")) == NOTED
+
+
 NOBODY: dict[str, Callable[[Fleet, Receipt], object]] = {
     "the owner is down": lambda f, r: f.tell(WorkerDown(WorkerId("w0"), Down.UNHEALTHY)),
     "the owner lives anew": lambda f, r: f.tell(WorkerUp(WorkerId("w0"), 0, Incarnation(2))),

@@ -390,6 +390,8 @@ def _gives(worker: Worker, digest: str) -> bool:
     return worker.up and profile.is_measured and profile.spec_digest == digest
 
 
+_OPERATORS = (Down.DRAINED, Down.REMOVED)
+"""Why a worker is down that answers, and whose operator wants no new turn there."""
 _SILENCE = (Down.UNREACHABLE, Down.UNHEALTHY)
 """Why a worker is down of whom nothing else is known than that it did not answer."""
 
@@ -474,7 +476,7 @@ class Fleet:
         before = known.profile.spec_digest
         if event.profile is not None:
             known.become(event.profile, self._presumed.speed_of(event.profile))
-        known.up, known.is_silent = True, False
+        known.up, known.is_silent, known.is_drained = True, False, False
         self._join(known)
         self._settle({before, known.profile.spec_digest})
 
@@ -485,6 +487,8 @@ class Fleet:
         if why not in _SILENCE:
             for unit in known:
                 unit.is_silent = False
+        for unit in known:
+            unit.is_drained = why in _OPERATORS and (unit.up or unit.is_drained)
         for unit in units:
             unit.up, unit.is_silent = False, why in _SILENCE
             self._leave(unit)

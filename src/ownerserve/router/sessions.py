@@ -183,9 +183,11 @@ class Grant(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def live_owner(self) -> Worker | None:
-        """The owner, if it is up and in the life in which it became the owner; else None."""
+        """The owner, if it is up, or drained, which answers too, and in the life in which it became
+        the owner; else None."""
         owner = self.owner
-        return owner if owner.up and owner.life == self.life else None
+        answers = owner.up or owner.is_drained
+        return owner if answers and owner.life == self.life else None
 
 
 class RoutedSession:

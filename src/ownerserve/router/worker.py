@@ -219,6 +219,7 @@ class Worker:
         "held_tokens",
         "id",
         "incarnation",
+        "is_drained",
         "is_old",
         "is_silent",
         "life",
@@ -239,6 +240,9 @@ class Worker:
         self.up = False
         self.is_silent = False
         """Whether it is down for its silence alone: it may be asked when nobody is up."""
+        self.is_drained = False
+        """Whether it is down by its operator's word alone: it answers, and may be asked to hand
+        sessions over."""
         self.incarnation: Incarnation | None = None
         self.life = 0
         """Grows with each incarnation; copies in volatile tiers are good for one life."""
