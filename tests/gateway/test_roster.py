@@ -5,14 +5,16 @@ from __future__ import annotations
 import http.client
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ownerserve.kv.ids import WorkerId
 from tests.support.gateway.process import SHORT, gateway_process, worker_process
-from tests.support.waits import until
+from tests.support.gateway.world import World
+from tests.support.waits import until, until_async
 
 PATH = "/v1/chat/completions"
 
@@ -112,7 +114,21 @@ def test_workers_join_leave_and_are_drained_while_turns_run(tmp_path: Path) -> N
             assert event in said
 
 
-def test_a_drain_outlasts_the_workers_good_answers_and_nobody_is_asked(tmp_path: Path) -> None:
+def test_a_drain_outlasts_the_workers_good_answers(play: Callable[..., None]) -> None:
+    async def scenario(world: World) -> None:
+        (engine,), roster = world.engines, world.gateway.roster
+        worker = WorkerId(f"127.0.0.1:{engine.port}")
+        roster.drain(worker)
+        probed_at = engine.connections
+        await until_async(lambda: engine.connections > probed_at + 4)
+        assert not world.gateway.state.fleet.up
+        await roster.undrain(worker)
+        assert [one.id for one in world.gateway.state.fleet.up] == [worker]
+
+    play(scenario, engines=1, health_interval_s=0.02)
+
+
+def test_a_drained_worker_is_asked_by_nobody_and_its_death_is_seen(tmp_path: Path) -> None:
     with worker_process() as worker, gateway_process(tmp_path, [worker.port]) as gateway:
         admin, name = gateway.admin_url, f"127.0.0.1:{worker.port}"
         asked(admin, "POST", f"/workers/{name}/drain")
