@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,7 +25,7 @@ from ownerserve.kv.units import MIB  # noqa: E402
 from ownerserve.node.retention.record_value import SessionValue  # noqa: E402
 from ownerserve.node.storage import backing  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
-from ownerserve.store.disk.tier import DiskOptions, DiskTier  # noqa: E402
+from ownerserve.store.disk.tier import DiskTier  # noqa: E402
 from ownerserve.store.format.model import ArtifactKind  # noqa: E402
 from ownerserve.store.index.reader import IndexEntry  # noqa: E402
 from ownerserve.store.tiers.policy import KindLimits, TierLimits  # noqa: E402
@@ -168,7 +167,7 @@ def test_what_is_past_its_time_goes_while_the_worker_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = TierLimits(KindLimits(64 * MIB, 0.3), KindLimits(64 * MIB, 0.3))
-    monkeypatch.setattr(backing, "DiskOptions", partial(DiskOptions, limits=short))
+    monkeypatch.setattr(backing, "split", lambda *_: short)
     options = WorkerOptions(
         model="tiny-v4",
         store=tmp_path,

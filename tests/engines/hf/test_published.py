@@ -4,7 +4,6 @@ again after the directory has forgotten."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.node.storage import backing
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.store.disk.tier import DiskOptions
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from tests.support.hf.fleet_rig import ServedWorker
 from tests.support.hf.owning_fleet import NAME, PROMPT, BootClock, serve_at
@@ -139,7 +137,7 @@ def test_what_upkeep_removes_is_withdrawn_from_the_directory(
 ) -> None:
     """By the inventory's word that it is gone: nothing waits for the directory's leave."""
     short = TierLimits(*(KindLimits(1 << 26, ttl_s=3.0) for _ in range(2)))
-    monkeypatch.setattr(backing, "DiskOptions", partial(DiskOptions, limits=short))
+    monkeypatch.setattr(backing, "split", lambda *_: short)
     rig = Rig(tmp_path, host_cache_bytes=0, store_upkeep_s=0.2)
     try:
         serve_at(rig.workers[0], PROMPT)
