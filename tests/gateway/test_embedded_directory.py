@@ -49,8 +49,9 @@ def test_after_its_restart_sessions_are_where_they_were(tmp_path: Path) -> None:
         first.close()
         (url, admin, _), _ = stack.enter_context(running(tmp_path / "again", "gateway", *options))
         after = turns(url, 2)
-        # Not all must: on a busy machine a queue may cost more than so short a prompt.
-        assert len([n for n in before if after[n] != before[n]]) <= SESSIONS // 20
+        # Not all must: on a busy machine a queue may cost more than so short a prompt. Where
+        # nothing is known two of three are elsewhere.
+        assert len([n for n in before if after[n] != before[n]]) <= SESSIONS // 4
 
 
 def turns(url: str, count: int) -> dict[int, str]:
