@@ -22,6 +22,17 @@ def free_port() -> int:
         return port
 
 
+def is_free(port: int) -> bool:
+    """Whether a server can listen on a port of 127.0.0.1."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def own_address() -> str:
     """An address of this machine that others reach; nothing is sent. Skips where there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -86,17 +85,6 @@ class Talker:
         )
 
 
-def is_free(port: int) -> bool:
-    """Whether a server can listen there."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
 class Town:
     """Workers whose pools are too small for their sessions, and a gateway."""
 
@@ -142,7 +130,6 @@ class Town:
         until(server.is_over, within_s=120.0, what="it to end")
         with suppress(ProcessLookupError):
             server.kill()  # what it forked holds its port too
-        until(lambda: is_free(port), what="its port, which its threads hold until all have ended")
 
     def priced(self, port: int, loads: float) -> None:
         """What its former lives have measured, but for what loads took."""

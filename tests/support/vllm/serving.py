@@ -17,7 +17,7 @@ import pytest
 
 from ownerserve.cli.demo.processes import FREE_PORTS, Child
 from tests.support.children import ROOT
-from tests.support.net import free_port
+from tests.support.net import free_port, is_free
 from tests.support.vllm import tiny
 from tests.support.vllm.fleet import vllm_python
 from tests.support.waits import until
@@ -148,9 +148,11 @@ class Server(NamedTuple):
 
     def kill(self) -> None:
         """kill -9 to all of it. The next server may have its port: what vLLM forked holds it too,
-        and is gone when this returns."""
+        and so do threads of what is a zombie by name. All are gone when this returns."""
         os.killpg(self.pid, signal.SIGKILL)
         until(lambda: not _runs(self.pid), what="its processes to go")
+        port = int(self.url.rpartition(":")[2])
+        until(lambda: is_free(port), what="its port, which threads hold until all have ended")
 
     def end(self) -> None:
         """SIGTERM, and kill -9 to all that is left when it takes too long."""
