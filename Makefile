@@ -9,8 +9,11 @@ VLLM       := .venv-vllm/.vllm-0.32.0
 VLLM_OLDER := .venv-vllm-0.30/.vllm-0.30.0 .venv-vllm-0.31/.vllm-0.31.0
 LMCACHE    := .venv-lmcache/.lmcache-0.5.6
 DYNAMO     := .venv-dynamo/.dynamo-1.6.1
+GUIDELLM   := .venv-guidellm/.guidellm-0.8.1
+AIPERF     := .venv-aiperf/.aiperf-0.13.0
+ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
-.PHONY: bench-append bench-copies bench-decide bench-hooks bench-replays help setup core demo test test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo test test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -44,6 +47,9 @@ VLLM_TESTS  := tests/vllm tests/engines/vllm tests/cli/test_doctor.py tests/cli/
 
 test-vllm: setup $(VLLM) ## real vLLM on the CPU, in its own environment
 	$(BIN)/python -m pytest -m vllm $(VLLM_TESTS)
+
+test-clients: setup $(GUIDELLM) $(AIPERF) ## GuideLLM 0.8.1 and AIPerf 0.13.0 before a gateway over two workers
+	$(BIN)/python -m pytest tests/gateway/test_load_generators.py
 
 test-vllm-matrix: setup $(VLLM) $(VLLM_OLDER) ## the same against vLLM 0.30, 0.31 and 0.32
 	for venv in .venv-vllm-0.30 .venv-vllm-0.31 .venv-vllm; do \
@@ -83,6 +89,9 @@ bench-replays: setup $(VLLM) ## prompts whose windows are gone: vLLM, its retent
 
 bench-hooks: setup $(VLLM) ## the connector's hooks on vLLM's scheduler thread, at 100k tokens a session
 	$(BIN)/python benchmarks/run.py vllm_hooks
+
+bench-router: setup $(ROUTERS) ## the gateway beside two Rust routers, nginx and a bare relay (gcc; nginx where there is one)
+	$(BIN)/python benchmarks/run.py router_bench
 
 validate-sim: setup $(DYNAMO) $(VLLM) ## the simulator against measured vLLM, real engines and Dynamo
 	$(BIN)/python benchmarks/sim/validate_truth.py
@@ -142,7 +151,27 @@ $(DYNAMO):
 	$(@D)/bin/python $(FOREIGN_PIP) --no-deps ai-dynamo-runtime==1.6.1
 	@touch $@
 
-bench-envs: $(SGLANG) $(VLLM) $(LMCACHE) ## SGLang 0.5.23, vLLM 0.32 and LMCache 0.5.6 beside ours
+# Load generators that users bring. GuideLLM wants some torch: the CPU build that our tests run with.
+$(GUIDELLM):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(FOREIGN_PIP) --upgrade pip
+	$(@D)/bin/python $(FOREIGN_PIP) torch==2.13.0 guidellm==0.8.1
+	@touch $@
+
+$(AIPERF):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(FOREIGN_PIP) --upgrade pip
+	$(@D)/bin/python $(FOREIGN_PIP) aiperf==0.13.0
+	@touch $@
+
+# Two routers in Rust. What their launchers import comes with them; what their engines would need does not.
+$(ROUTERS):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(FOREIGN_PIP) --no-deps vllm-router==0.1.17 sglang-router==0.3.2
+	$(@D)/bin/python $(FOREIGN_PIP) setproctitle aiohttp orjson uvicorn fastapi
+	@touch $@
+
+bench-envs: $(SGLANG) $(VLLM) $(LMCACHE) $(ROUTERS) ## SGLang 0.5.23, vLLM 0.32 and LMCache 0.5.6 beside ours
 
 clean:           ## forget the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

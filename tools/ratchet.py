@@ -36,6 +36,14 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
         "what policies ask of the workers, a look-up each, and the three by which the fleet keeps"
         " them",
     ),
+    "class src/ownerserve/store/tiers/memory.py:MemoryTier": (
+        13,
+        "the tier port's eleven, and how what lies in host memory is found and held",
+    ),
+    "class src/ownerserve/store/tiers/tiered.py:TieredStore": (
+        13,
+        "the tier port's eleven, what copies move, and what is held in the fastest tier",
+    ),
     "class src/ownerserve/store/disk/tier.py:DiskCore": (
         13,
         "what every part of the disk tier shares: locks, health and the index, a line each",

@@ -65,7 +65,6 @@ ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
 DEAD: dict[str, str] = {
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
-    "ownerserve.router.messages.Noted": ACKNOWLEDGED,
 }
 
 STATED = "a gateway's /status shows the whole of what a worker states, for people"

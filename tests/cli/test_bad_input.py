@@ -68,7 +68,7 @@ ALL = tuple(leaves(cli))
 
 CHEAP = {
     "demo": ["--engine", "vllm", "--vllm-python", "no-python"],  # refused before any process
-    "gateway": ["--port", "TAKEN"],
+    "gateway": ["--port", "TAKEN", "--worker", "http://127.0.0.1:1"],
     "directory serve": ["--port", "TAKEN"],
     "worker": ["--port", "TAKEN"],
     "simulate": ["--sessions", "1", "--policy", "round_robin", "--workers", "2", "--jobs", "1"],

@@ -10,7 +10,7 @@ import pytest
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
-from ownerserve.directory.valkey.primary import parse_source
+from ownerserve.directory.valkey.source import parse_source
 from ownerserve.kv.clock import ManualClock
 from tests.support.directory.contract import LEASE_S, World
 from tests.support.directory.servers import Server, find_binary

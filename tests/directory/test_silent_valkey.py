@@ -11,7 +11,7 @@ pytest.importorskip("redis")
 
 from ownerserve.directory.messages import DirectoryRefusal, FindSession, Refused
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
-from ownerserve.directory.valkey.primary import parse_source
+from ownerserve.directory.valkey.source import parse_source
 from ownerserve.kv.ids import SessionId
 
 WAIT_S = 60.0

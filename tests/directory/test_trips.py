@@ -5,7 +5,7 @@ from __future__ import annotations
 from ownerserve.directory import messages as ask
 from ownerserve.directory.rules import MAIN_KINDS, TierCode
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
-from ownerserve.directory.valkey.primary import parse_source
+from ownerserve.directory.valkey.source import parse_source
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from tests.support.directory.servers import Server

@@ -115,7 +115,9 @@ def words_of(line: str) -> list[str]:
 
 def is_server(line: str) -> bool:
     words = words_of(line)
-    return words[:1] == ["ownerserve"] and " ".join(words[1:]).startswith(SERVERS)
+    if words[:1] != ["ownerserve"] or "--check" in words:
+        return False
+    return " ".join(words[1:]).startswith(SERVERS)
 
 
 def needs_engine(block: Block) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import uvloop
 
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
+from ownerserve.gateway.logs import JsonLines
 from ownerserve.gateway.receipts import ReceiptForm
 from ownerserve.gateway.service import Gateway
 from tests.support.gateway.world import FakeEngine, Scenario, World
@@ -59,3 +62,21 @@ def play() -> Callable[..., None]:
         uvloop.run(world())
 
     return run
+
+
+@pytest.fixture
+def entries() -> Iterator[list[dict[str, Any]]]:
+    """What the gateway's log says in this process, as JSON has it."""
+    said: list[dict[str, Any]] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(json.loads(JsonLines().format(record)))
+
+    log, handler = logging.getLogger("ownerserve"), Keep()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel("INFO")
+    yield said
+    log.removeHandler(handler)
+    log.setLevel(level)

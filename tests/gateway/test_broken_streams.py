@@ -13,7 +13,7 @@ import pytest
 
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
-from ownerserve.gateway.http.events import error_event, unframed, whole_events
+from ownerserve.gateway.http.events import error_event, unframed, whole_events, whole_frames
 from ownerserve.gateway.service import Gateway
 from ownerserve.router.messages import Failure
 from tests.support.gateway.process import WorkerProcess, worker_process
@@ -162,6 +162,40 @@ def test_a_stream_that_has_said_its_last_word_is_told_no_error() -> None:
         assert error_event(b"/v1/messages", last + b"\n\n", code="c", message="m") == b""
 
 
+def test_an_answer_that_speaks_of_a_stream_s_end_has_not_come_to_it() -> None:
+    """Agents write code that reads such streams."""
+    for text in ("data: [DONE]", "\ndata: [DONE]\n", '"message_stop"', '{"type": "message_stop"}'):
+        event = b"data: %b\n\n" % json.dumps({"choices": [{"delta": {"content": text}}]}).encode()
+        assert b"error" in error_event(b"/v1/chat/completions", event, code="c", message="m")
+
+
+@pytest.mark.parametrize("last", [b"data: [DONE]\n\n", b"data: {}\n\n"])
+def test_who_has_read_the_last_event_may_hang_up(last: bytes) -> None:
+    """GuideLLM does: the turn is done and its usage counts, the body's end may come or not."""
+
+    async def main() -> None:
+        usage = b'data: {"usage": {"prompt_tokens": 70, "completion_tokens": 3}}\n\n'
+        teller = Teller(chunked(usage) + chunked(last))
+        world = World([], Gateway(Config(workers=(Address("127.0.0.1", await teller.start()),))))
+        try:
+            await world.gateway.start()
+            client = await world.client()
+            async with asyncio.timeout(30):
+                client.writer.write(ASKS)
+                await client.reader.readuntil(last)
+                client.hang_up()
+                await world.settled()
+            account = world.gateway.state.account
+            is_done = b"DONE" in last
+            assert (account.finished, account.aborted) == ((1, 0) if is_done else (0, 1))
+            assert world.gateway.turns.observer.prompt_tokens == (70 if is_done else 0)
+        finally:
+            teller.close()
+            await world.close()
+
+    asyncio.run(main())
+
+
 def test_an_error_of_the_responses_api_is_the_next_in_number() -> None:
     tail = b'event: a\ndata: {"type":"a","sequence_number":41}\n\n'
     said = error_event(b"/v1/responses", tail, code="worker_lost", message="m")
@@ -175,6 +209,17 @@ def test_what_is_whole_in_chunks_that_stop_anywhere() -> None:
         assert text.startswith(unframed(chunks[:end]))
         assert whole_events(unframed(chunks[:end])) in (b"", text[:9], text)
     assert unframed(chunks) == text
+
+
+def test_whole_lines_are_passed_on_though_the_next_has_begun() -> None:
+    """Else a fast worker's stream is held, a MiB of it for each client."""
+    first, second = chunked(b"data: 1\n\n"), chunked(b"data: a\r\n\r\ndata: 2\n\n")
+    third = b"9\r\ndata: 3"
+    assert whole_frames(first + second + third) == len(first + second)
+    torn = chunked(b"data: 4")
+    assert whole_frames(first + torn) == len(first)
+    assert whole_frames(first + torn + second) == len(first + torn + second)
+    assert whole_frames(b"0\r\n\r\n") == whole_frames(b"1") == whole_frames(b"x\r\n") == 0
 
 
 def test_every_stream_of_a_worker_that_is_killed_hears_it() -> None:

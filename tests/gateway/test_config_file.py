@@ -52,7 +52,7 @@ def test_the_example_has_every_option_by_its_name_with_its_default() -> None:
 
 def test_what_the_example_has_commented_out_is_of_the_right_type(tmp_path: Path) -> None:
     text = re.sub(r"^# ([a-z-]+ = )", r"\1", EXAMPLE.read_text(), flags=re.MULTILINE)
-    for name in ("fleet.key", "tenants.toml", "admin.key", "worker.key", "workers.pem"):
+    for name in re.findall(r"(?:-file|^kubeconfig) = \"(.*?)\"", text, re.MULTILINE):
         (tmp_path / name).touch()
     (tmp_path / "all.toml").write_text(text)
     told = parsed("--config", str(tmp_path / "all.toml"))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ownerserve.gateway.http import fetching
 from ownerserve.gateway.http.door import OURS, Share, is_ours, share_of
 from ownerserve.gateway.http.upstream import WorkerPool
 from ownerserve.router.messages import Failure, Refusal
@@ -68,7 +69,7 @@ def test_a_failure_of_our_own_says_nothing_of_the_worker(
             raise OSError(number, "none left")
 
         with monkeypatch.context() as patched:
-            patched.setattr(asyncio, "open_connection", fails)
+            patched.setattr(fetching, "connected", fails)
             patched.setattr(WorkerPool, "open", fails)
             pool.close_idle()
             told = await client.post(CHAT)

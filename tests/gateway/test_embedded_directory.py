@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ownerserve.cli.directory.embedded import port_of
+from ownerserve.cli.directory.embedded import embedded_at
 from ownerserve.kv.errors import InvalidInput
 from tests.gateway.test_shared_directory import WAIT_S, counted, running
 from tests.support.net import free_port, listening
@@ -58,8 +58,11 @@ def turns(url: str, count: int) -> dict[int, str]:
     """A turn of each session: where it ran."""
 
     def turn(session: int) -> tuple[int, str]:
-        said = f"session {session} says: " + "rivers and seas, " * 24
-        body = {"prompt": said * count, "max_tokens": 1, "temperature": 0}
+        # A later turn adds little, as an agent's does. What a worker said of its load amid a turn
+        # stands until it is heard again, a second later: a turn as long as what is held costs as
+        # much as that saves, and a worker's sessions would be elsewhere for that second.
+        said = f"session {session} says: " + "rivers and seas, " * 24 + "and so on, " * (count - 1)
+        body = {"prompt": said, "max_tokens": 1, "temperature": 0}
         headers = {"x-session-id": f"s{session}"}
         answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=WAIT_S)
         assert answer.status_code == 200, answer.text
@@ -71,12 +74,16 @@ def turns(url: str, count: int) -> dict[int, str]:
         return dict(pool.map(turn, range(SESSIONS)))
 
 
-@pytest.mark.parametrize("url", ["embedded:", "embedded:x", "embedded:70000", "embedded:-1"])
+@pytest.mark.parametrize(
+    "url", ["embedded:", "embedded:x", "embedded:70000", "embedded:-1", "embedded:a:"]
+)
 def test_a_bad_port_is_one_error(url: str) -> None:
     with pytest.raises(InvalidInput, match="--directory: there is no port"):
-        port_of(url)
+        embedded_at(url)
 
 
 def test_other_addresses_are_not_embedded() -> None:
-    assert port_of("embedded") == 7700 and port_of("embedded:0") == 0
-    assert port_of("tcp://127.0.0.1:7700") is port_of("embeddedx") is None
+    assert embedded_at("embedded") == ("127.0.0.1", 7700)
+    assert embedded_at("embedded:0") == ("127.0.0.1", 0)
+    assert embedded_at("embedded:[::1]:7701") == ("::1", 7701)
+    assert embedded_at("tcp://127.0.0.1:7700") is embedded_at("embeddedx") is None

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
 from ownerserve.gateway import service
 from ownerserve.gateway.config import Config
+from ownerserve.gateway.exchange.legs import Legs
 from ownerserve.gateway.http.access import Address, open_access
 from ownerserve.gateway.http.client import ClientConnection, HttpRequest
 from ownerserve.gateway.http.heads import ResponseHead
+from ownerserve.gateway.http.known_heads import head_bytes
 from ownerserve.gateway.http.upstream import UpstreamConnection, WorkerPool
+from ownerserve.gateway.rollout.reloading import ReadSettings, Reloading
 from ownerserve.gateway.service import Gateway
+from ownerserve.gateway.tenants import read_tenants
 from ownerserve.gateway.turns import Turns
 from ownerserve.kv.clock import ManualClock
 from ownerserve.router.messages import Failure
@@ -37,6 +46,9 @@ class Wire:
 
     def writelines(self, parts: tuple[bytes, ...]) -> None:
         self.sent += b"".join(parts)
+
+    def can_write_eof(self) -> bool:
+        return True
 
     def write_eof(self) -> None:
         self.closed = True
@@ -62,7 +74,13 @@ class Recorder:
     kept: ClassVar[list[Recorder]] = []
 
     def __init__(
-        self, turns: Turns, client: ClientConnection, request: HttpRequest, request_id: bytes
+        self,
+        turns: Turns,
+        legs: Legs,
+        client: ClientConnection,
+        *,
+        request: HttpRequest,
+        request_id: bytes,
     ) -> None:
         self.request = request
         self.client = client
@@ -146,6 +164,75 @@ def test_every_split_gives_the_same_requests(raw: bytes, requests: list[Recorder
             assert shape(requests) == whole, pieces
 
     asyncio.run(all_splits())
+
+
+def test_a_known_head_may_have_another_length_and_nothing_else(requests: list[Recorder]) -> None:
+    head = HEAD + b"content-length: %d\r\nx-session-id: s\r\n\r\n"
+
+    async def run() -> None:
+        gateway = Gateway(Config(workers=(Address("127.0.0.1", 1),), **CAPS))
+        known = gateway.limits.known
+        for body in (b"abcde", b"", b"a" * 100, b"abc"):
+            raw = head % len(body) + body
+            found = head_bytes(raw)
+            assert found is not None and found[1:] == (len(body), len(raw) - len(body))
+            assert (known.get(found[0]) is None) is (body == b"abcde")
+            for pieces in ((raw,), (raw[:-2], raw[-2:]), (raw + raw,)):
+                requests.clear()
+                wire = await connect(gateway, pieces)
+                one = (b"POST", b"Host: h\r\n", body)
+                assert shape(requests) == [one] * (len(b"".join(pieces)) // len(raw))
+                assert wire.sent == b"answer;" * len(requests)
+        assert (await connect(gateway, (head % 5000,))).sent.startswith(b"HTTP/1.1 413 ")
+        for changed in (b"Expect: 100-continue", b"Connection: close", b"Content-Length: 3"):
+            raw = HEAD + changed + b"\r\ncontent-length: 3\r\n\r\nabc"
+            await connect(gateway, (raw,))
+            found = head_bytes(raw)
+            assert found is not None and known.get(found[0]) is None, changed
+
+    asyncio.run(run())
+
+
+def test_a_known_heads_refusal_has_no_former_requests_id(requests: list[Recorder]) -> None:
+    head = HEAD + b"content-length: %d\r\n\r\n"
+    named = HEAD + b"x-request-id: the-first\r\ncontent-length: 3\r\n\r\nabc"
+
+    async def run() -> None:
+        gateway = Gateway(Config(workers=(Address("127.0.0.1", 1),), **CAPS))
+        await connect(gateway, (head % 3 + b"abc",))
+        wire = await connect(gateway, (named, head % 5000))
+        assert b"HTTP/1.1 413 " in wire.sent
+        assert b"the-first" not in wire.sent
+
+    asyncio.run(run())
+
+
+def test_a_known_head_lets_nobody_in_whose_key_is_gone(
+    tmp_path: Path, requests: list[Recorder]
+) -> None:
+    path = tmp_path / "tenants.toml"
+    path.touch(0o600)
+    text = 'secret = "%s"\n[tenants.a]\nkeys = ["%s"]\n'
+    first, second = "sk-first-0123456789", "sk-second-0123456789"
+    raw = HEAD + b"authorization: Bearer %b\r\nContent-Length: 3\r\n\r\nabc"
+
+    async def run() -> None:
+        path.write_text(text % ("s" * 32, first))
+        config = Config(workers=(Address("127.0.0.1", 1),), tenants=read_tenants(path))
+        gateway = Gateway(config)
+        for _ in range(2):
+            await connect(gateway, (raw % first.encode(),))
+            refused = await connect(gateway, (raw % second.encode(),))
+            assert refused.sent.startswith(b"HTTP/1.1 401 ")
+        assert len(requests) == 2
+        path.write_text(text % ("s" * 32, second))
+        read = ReadSettings(structs.replace(config, tenants=read_tenants(path)), "info", {})
+
+        await Reloading(gateway, ReadSettings(config, "info", {}), lambda: read).reload()
+        refused = await connect(gateway, (raw % first.encode(),))
+        assert refused.sent.startswith(b"HTTP/1.1 401 ")
+
+    asyncio.run(run())
 
 
 def test_pipelined_requests_wait_their_turn_and_a_deep_queue_stops_reading(
@@ -279,7 +366,7 @@ def receive(*pieces: bytes, method: bytes = b"POST", lost: bool = False) -> tupl
     pool = WorkerPool(Address("127.0.0.1", 1), open_access(None, None), connect_timeout_s=1)
     connection, sink = UpstreamConnection(pool), Sink()
     connection.connection_made(Wire())  # type: ignore[arg-type]
-    connection.send(b"", b"", method=method, sink=sink, patience_s=60.0)
+    connection.send(b"", (), method=method, sink=sink, patience_s=60.0)
     for piece in pieces:
         connection.data_received(piece)
     if lost:
@@ -315,6 +402,36 @@ def test_every_split_gives_the_same_answer(case: str) -> None:
         assert (sink.data, sink.end, sink.tail) == (body, "end", tail), pieces
         assert sink.head.lines == b"Server: e\r\n"
         assert pool.idle == 1
+
+
+@given(st.lists(st.integers(0, 60), max_size=12))
+def test_chunks_that_pass_the_parser_by_and_others_give_one_answer(cuts: list[int]) -> None:
+    frames = (
+        b"2\r\n\r\n\r\n",  # its payload is a line end
+        b"10\r\ndata: 0123456789\r\n",
+        b"010\r\ndata: 0123456789\r\n",
+        b"C\r\ndata: ABCDEF\r\n",
+        b"c;a=b\r\ndata: abcdef\r\n",
+        b"7\r\n\r\n0\r\n\r\n\r\n",
+        b"0\r\n\r\n",
+    )
+    chunks = b"".join(frames)
+    payload = (
+        b"\r\n" + 2 * b"data: 0123456789" + b"data: ABCDEF" + b"data: abcdef" + b"\r\n0\r\n\r\n"
+    )
+    at = sorted({0, len(chunks), *(min(cut * 2, len(chunks)) for cut in cuts)})
+    pieces = [chunks[begin:end] for begin, end in pairwise(at)]
+    for parts in (pieces, frames):
+        sink, pool = receive(OK + b"Transfer-Encoding: chunked\r\n\r\n", *parts)
+        assert (sink.data, sink.end, sink.tail, pool.idle) == (chunks, "end", payload, 1), parts
+
+
+@pytest.mark.parametrize("chunk", [b"4\r\nabc\r\n", b"3\r\nabcd\r\n", b" 3\r\nabc\r\n"])
+def test_a_chunk_whose_size_is_wrong_is_the_parsers(chunk: bytes) -> None:
+    whole = b"3\r\nabc\r\n"
+    sink, _ = receive(OK + b"Transfer-Encoding: chunked\r\n\r\n", whole, chunk, whole)
+    assert sink.end == "broken"
+    assert sink.data in (whole, whole + chunk)
 
 
 def test_an_answer_that_ends_by_close_and_one_to_head() -> None:

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from ownerserve.gateway.admin import admin_app
+from ownerserve.gateway.histograms import Histogram
 from ownerserve.gateway.live import SESSIONS_TOLD_MAX, at_most
-from ownerserve.gateway.turns import Histogram
 from ownerserve.gateway.workers.components import ComponentMemory, read_components
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, Term
@@ -149,7 +149,7 @@ def test_latency_is_counted_by_the_mode_that_was_seen(play: Play) -> None:
 def test_a_count_that_is_none_is_refused(play: Play, path: str, last: str) -> None:
     async def scenario(world: World) -> None:
         answer = await admin(world, f"{path}?last={last}")
-        assert answer.status_code == 400 and "is no count" in answer.json()["error"]
+        assert answer.status_code == 400 and "is no count" in answer.json()["error"]["message"]
 
     play(scenario)
 

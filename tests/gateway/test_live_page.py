@@ -106,6 +106,25 @@ def test_the_page_shows_what_the_gateway_knows(browser: Browser, tmp_path: Path)
         picture(browser, "one-down")
 
 
+def test_the_page_shows_who_was_not_let_in_and_why(browser: Browser, tmp_path: Path) -> None:
+    key = "sk-acme-0123456789"
+    file = tmp_path / "tenants.toml"
+    terms = f'[tenants.acme]\nkeys = ["{key}"]\nrequests_per_minute = 1\n'
+    file.write_text(f'secret = "{"s" * 40}"\n{terms}')
+    file.chmod(0o600)
+    engine = FakeEngine()
+    with ExitStack() as stack:
+        stack.enter_context(engines_aside([engine]))
+        words = ("--tenants-file", str(file))
+        running = stack.enter_context(gateway_process(tmp_path, [engine.port], *words))
+        url, headers = f"{running.data_url}/v1/chat/completions", {"x-api-key": key}
+        told = [httpx.post(url, content=b"{}", headers=headers, timeout=60) for _ in range(2)]
+        assert [one.status_code for one in told] == [200, 429]
+        browser.go(running.admin_url + "/")
+        browser.until_text("refusals", "not let in: acme", "limit requests", "rate limit exceeded")
+        assert browser.complaints() == []
+
+
 def looks(browser: Browser) -> None:
     """The page fits, from a phone's width to a screen's, and follows the system's colours."""
     papers = {}

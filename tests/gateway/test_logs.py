@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from ownerserve.gateway.logs import DirectoryLog, JsonLines, TextLines, WorkerLog, tell
 from ownerserve.kv.ids import WorkerId
@@ -23,24 +21,6 @@ CHAT = "/v1/chat/completions"
 USAGE = (
     b'{"prompt_tokens": 90, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 64}}'
 )
-
-
-@pytest.fixture
-def entries() -> Iterator[list[dict[str, Any]]]:
-    """What the gateway's log says in this process, as JSON has it."""
-    said: list[dict[str, Any]] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(json.loads(JsonLines().format(record)))
-
-    log, handler = logging.getLogger("ownerserve"), Keep()
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel("INFO")
-    yield said
-    log.removeHandler(handler)
-    log.setLevel(level)
 
 
 def named(said: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
@@ -179,3 +159,14 @@ def test_below_the_level_nothing_is_written(entries: list[dict[str, Any]]) -> No
     tell(logging.DEBUG, "nothing")
     tell(logging.INFO, "something", number=1)
     assert [(one["event"], one.get("number")) for one in entries] == [("something", 1)]
+
+
+def test_a_message_that_quotes_a_peer_is_one_line() -> None:
+    text = "worker says é: %s"
+    told = "no\r\n2026-01-01T00:00:00.000Z WARNING forged\x1b[2J"
+    record = logging.LogRecord("other", logging.WARNING, "f", 1, text, (told,), None)
+    line = TextLines().format(record)
+    assert line.isprintable()
+    assert line.endswith(
+        r"WARNING worker says é: no\r\n2026-01-01T00:00:00.000Z WARNING forged\x1b[2J"
+    )

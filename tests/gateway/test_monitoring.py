@@ -77,6 +77,14 @@ def test_alerts_ask_for_what_is_told_and_say_what_to_do() -> None:
             assert label == "instance" or label in rule["expr"] or "worker_up" in rule["expr"]
 
 
+def test_each_service_level_names_alerts_that_there_are_and_each_alert_watches_one() -> None:
+    page = (ROOT / "docs" / "service-levels.md").read_text()
+    assert set(re.findall(r"`(OwnerServe\w+)`", page)) == {rule["alert"] for rule in alerts()}
+    names = known()
+    for asked in re.findall(r"\bownerserve_gateway\w+", page):
+        assert any(name.startswith(asked) for name in names), asked
+
+
 def test_the_dashboard_asks_for_what_is_told_in_units_that_fit() -> None:
     for query in queries():
         check(query)

@@ -16,6 +16,7 @@ from tests.support.waits import until_async
 
 Play = Callable[..., None]
 CHAT = "/v1/chat/completions"
+BODY = b'{"prompt": "%b"}' % (b"a long context, " * 1000)
 
 
 def test_a_worker_that_listens_again_is_asked_before_the_next_probe(play: Play) -> None:
@@ -48,6 +49,35 @@ def test_of_two_that_are_down_the_one_that_listens_again_is_found(play: Play) ->
             answer = await client.post(CHAT)
             assert (answer.status, world.engine_of(answer)) == (200, engine)
             await engine.kill()
+
+    play(scenario, engines=2, health_interval_s=60.0)
+
+
+def test_who_was_served_by_one_that_was_down_stays_there(play: Play) -> None:
+    """Before a probe finds it up, and after: its state is there, and nowhere else."""
+
+    async def scenario(world: World) -> None:
+        ports = [engine.port for engine in world.engines]
+        client = await world.client()
+        for engine in world.engines:
+            await engine.kill()
+        assert (await client.post(CHAT)).status == 503
+        for engine, port in zip(world.engines, ports, strict=True):
+            await engine.start(port)
+        names = [f"s{number}" for number in range(8)]
+        first = {name: await client.post(CHAT, BODY, x__session__id=name) for name in names}
+        where = {name: world.engine_of(answer) for name, answer in first.items()}
+        assert {answer["x-ownerserve-reason"] for answer in first.values()} == {"nobody_up"}
+        assert set(where.values()) == set(world.engines)
+        again = {name: await client.post(CHAT, BODY, x__session__id=name) for name in names}
+        assert {name: world.engine_of(answer) for name, answer in again.items()} == where
+        for monitor in world.gateway.monitors.values():
+            for news in await monitor.probe():
+                world.gateway.state.handle(news, world.gateway.now())
+        assert len(world.gateway.state.fleet.up) == 2
+        later = {name: await client.post(CHAT, BODY, x__session__id=name) for name in names}
+        assert {name: world.engine_of(answer) for name, answer in later.items()} == where
+        assert {answer["x-ownerserve-reason"] for answer in later.values()} == {"owner"}
 
     play(scenario, engines=2, health_interval_s=60.0)
 

@@ -390,6 +390,28 @@ def test_a_turn_that_all_refused_for_room_is_one_request_sent_unasked(play: Play
     play(scenario, states=[record(None)] * 2, health_interval_s=0.05)
 
 
+def test_a_turn_whose_place_is_gone_when_it_comes_is_sent_without_one(play: Play) -> None:
+    """The worker gave it up meanwhile, for want of room or since the turn was long on its way: a
+    herd of 500 brings that about. Nothing is wrong with the turn."""
+
+    async def scenario(world: World) -> None:
+        admission = Admission()
+        await introduced(world, admission.address)
+        (engine,) = world.engines
+        engine.loses_places = True
+        client = await world.client()
+        for _ in range(3):
+            told = await client.post("/v1/completions")
+            assert (told.status, told["x-ownerserve-reason"]) == (200, "retry_unasked")
+        assert len(admission.reserves) == 3
+        await world.settled()
+        account = world.gateway.state.account
+        assert (account.received, account.done, account.rejected) == (3, 3, 0)
+        admission.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
+
+
 @pytest.mark.parametrize(
     ("quote", "expected"),
     [

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ownerserve.gateway.admin import decision
@@ -29,7 +30,10 @@ def shown(answer: Answer) -> dict[str, str]:
 def decided(world: World, answer: Answer) -> dict[str, Any]:
     """The admin port's line on an answer, found by its request's id."""
     gateway = world.gateway
-    rows = [decision(one, gateway.now()) for one in gateway.turns.observer.decisions]
+    rows = [
+        msgspec.to_builtins(decision(one, gateway.now()))
+        for one in gateway.turns.observer.decisions
+    ]
     return next(row for row in rows if row["request_id"] == answer["x-request-id"])
 
 

@@ -50,7 +50,7 @@ def test_a_new_session_waits_until_another_is_over(play: Play) -> None:
         assert ended.status == 200
         assert (await answer).status == 200
         assert len(world.gateway.turns.admission) == 0
-        world.gateway.turns.admission.admission.check()
+        world.gateway.turns.admission.seats.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
 
@@ -64,7 +64,7 @@ def test_nobody_waits_beyond_the_patience(play: Play, monkeypatch: pytest.Monkey
         client = await world.client()
         assert (await client.post(CHAT, ONE, x__session__id="a")).status == 200
         assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 200
-        assert world.gateway.turns.admission.admission.impatient == 1
+        assert world.gateway.turns.admission.seats.impatient == 1
 
     patient = SeatSettings(share=1.0, growth_tokens=0, patience_s=0.3)
     play(scenario, engines=1, seats=patient, health_interval_s=60.0)
@@ -109,7 +109,7 @@ def test_small_sessions_enter_a_small_worker_that_states_its_memory(play: Play) 
                 body = b'{"prompt": "%b %b"}' % (name.encode(), b"z" * 20)
                 async with asyncio.timeout(2):
                     assert (await client.post(CHAT, body, x__session__id=name)).status == 200
-        assert world.gateway.turns.admission.admission.impatient == 0
+        assert world.gateway.turns.admission.seats.impatient == 0
 
     states = [json.dumps(state).encode()]
     play(scenario, engines=1, states=states, seats=SeatSettings(share=0.9))
@@ -198,7 +198,7 @@ def test_a_fault_in_a_decision_ends_that_request_and_no_other(
             assert (told.status, json.loads(told.body)["error"]["code"]) == (500, "gateway_fault")
             assert (await first.post(CHAT, ONE, x__session__id="c")).status == 200
             assert (await second.post(CHAT, ONE, x__session__id="c")).status == 200
-        gateway.turns.admission.admission.check()
+        gateway.turns.admission.seats.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
 
@@ -228,6 +228,6 @@ def test_while_no_worker_is_up_a_new_session_is_refused_at_once(play: Play) -> N
         world.gateway.state.handle(WorkerDown(worker.id, Down.REMOVED), world.gateway.now())
         async with asyncio.timeout(2):
             assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 503
-        world.gateway.turns.admission.admission.check()
+        world.gateway.turns.admission.seats.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)

@@ -18,7 +18,7 @@ from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.http.callers import Caller, KeyedCallers, Salting, digest_of
 from ownerserve.gateway.tenants import read_tenants
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.router.requests.body import Said, scan, spliced
+from ownerserve.router.requests.body import Said, pieces, scan
 from tests.gateway.test_session_names import CHAT, conversation
 from tests.support.gateway.world import Answer, Play, World, header
 
@@ -236,7 +236,7 @@ def test_the_routers_own_index_is_parted(play: Play, tenants: KeyedCallers) -> N
                 assert (expected > 0) == (turns == 2), (key, turns)
             await client.post(CHAT, conversation("b", 1), **bearer(key), X__Session__Id="mine")
             decided = list(world.gateway.turns.observer.decisions)[-3:]
-            identities = [identity for _, _, identity, _ in decided if identity]
+            identities = [one[2] for one in decided if one[2]]
             assert [one.parent for one in identities] == [None] * 3
             names[key] = {one.session for one in identities}
             assert len(names[key]) == 2
@@ -287,10 +287,10 @@ def test_splices_change_nothing_else() -> None:
         indent = draw.choice([None, 1])
         body = json.dumps(given, indent=indent, ensure_ascii=draw.random() < 0.5).encode()
         spans = scan(body).spans
-        saids = [Said("cache_salt", spans.get("cache_salt"), "S" * 64)]
+        saids = [Said("cache_salt", spans.get("cache_salt"), b'"%b"' % (b"S" * 64))]
         if "session_id" in spans:
-            saids.append(Said("session_id", spans["session_id"], "N" * 32))
-        sent = spliced(body, *saids)
+            saids.append(Said("session_id", spans["session_id"], b'"%b"' % (b"N" * 32)))
+        sent = b"".join(pieces(body, *saids))
         wanted = {**given, "cache_salt": "S" * 64}
         if "session_id" in given:
             wanted["session_id"] = "N" * 32

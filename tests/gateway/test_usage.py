@@ -228,3 +228,19 @@ def test_a_usage_of_400_digits_costs_the_gateway_nothing(play: Play) -> None:
         assert gateway.turns.observer.prompt_tokens == 0
 
     play(scenario, engines=1)
+
+
+@given(
+    st.tuples(*[st.integers(0, 10**11)] * 4),
+    st.sampled_from([(",", ":"), (", ", ": ")]),
+    st.permutations(["total_tokens", "completion_tokens"]),
+)
+def test_usage_as_most_engines_write_it_is_read_as_any_other(
+    counts: tuple[int, int, int, int], marks: tuple[str, str], names: list[str]
+) -> None:
+    prompt, first, second, cached = counts
+    said = {"prompt_tokens": prompt, **dict(zip(names, (first, second), strict=True))}
+    plain = said | {"prompt_tokens_details": {"cached_tokens": cached}}
+    other = {"seen": 1} | plain  # no engine's form: read by the JSON decoder
+    tails = [json.dumps({"usage": one}, separators=marks).encode() for one in (plain, other)]
+    assert scan_usage(tails[0]) == scan_usage(tails[1])

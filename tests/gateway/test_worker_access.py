@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-import ipaddress
 import json
 import logging
-import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from ownerserve.gateway.admin import admin_app
 from ownerserve.gateway.config import Config
@@ -25,6 +20,7 @@ from ownerserve.gateway.http.upstream import WorkerPool
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.router.messages import Down, WorkerDown
+from tests.support.certificates import Authority
 from tests.support.gateway.world import Play, World
 
 Engines = Sequence[Any]
@@ -185,54 +181,12 @@ def test_a_file_without_a_key_is_named_and_never_shown(tmp_path: Path) -> None:
 # ---- TLS
 
 
-def authority(folder: Path, host: str = "127.0.0.1") -> tuple[Path, ssl.SSLContext]:
-    """A certificate authority made for this test, and the context of a worker whose certificate is
-    for the address `host`."""
-    now = datetime.datetime.now(datetime.UTC)
-
-    def named(name: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-
-    def signed(name: str, key: Any, *extensions: x509.ExtensionType) -> x509.Certificate:
-        builder = (
-            x509.CertificateBuilder()
-            .subject_name(named(name))
-            .issuer_name(named("ca"))
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
-        )
-        subject = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-        for extension in (*extensions, subject, issuer):
-            is_critical = isinstance(extension, x509.BasicConstraints)
-            builder = builder.add_extension(extension, critical=is_critical)
-        return builder.sign(ca_key, hashes.SHA256())
-
-    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    pem = serialization.Encoding.PEM
-    ca = folder / "ca.pem"
-    ca.write_bytes(
-        signed("ca", ca_key, x509.BasicConstraints(ca=True, path_length=0)).public_bytes(pem)
-    )
-    address = x509.IPAddress(ipaddress.ip_address(host))
-    own = folder / "worker.pem"
-    own.write_bytes(
-        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        + signed("worker", key, x509.SubjectAlternativeName([address])).public_bytes(pem)
-    )
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(own)
-    return ca, context
-
-
 def by_tls(_: int, port: int) -> Address:
     return parse_worker(f"https://127.0.0.1:{port}")
 
 
 def test_workers_behind_tls_are_probed_and_served(play: Play, tmp_path: Path) -> None:
-    ca, context = authority(tmp_path)
+    ca = Authority(tmp_path)
 
     async def scenario(world: World) -> None:
         client = await world.client()
@@ -241,14 +195,17 @@ def test_workers_behind_tls_are_probed_and_served(play: Play, tmp_path: Path) ->
             assert answer.status == 200
         streamed = await client.get("/v1/responses/big")
         assert len(streamed.body) == 64 << 20
+        pool = next(iter(world.gateway.turns.pools.values()))
+        assert (pool.opened, pool.reused) == (1, 3), "one handshake, not one a turn"
 
-    play(scenario, engines=1, reach=by_tls, tls=context, worker_ca_file=ca)
+    context = ca.issue("worker", "127.0.0.1").context()
+    play(scenario, engines=1, reach=by_tls, tls=context, worker_ca_file=ca.path)
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused_and_said(
     play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, context = authority(tmp_path)
+    context = Authority(tmp_path).issue("worker", "127.0.0.1").context()
 
     async def scenario(world: World) -> None:
         client = await world.client()
@@ -261,21 +218,54 @@ def test_a_certificate_that_nobody_vouches_for_is_refused_and_said(
         play(scenario, engines=1, reach=by_tls, tls=context, health_interval_s=10.0)
 
 
-def test_a_certificate_of_another_host_is_refused_and_said(
-    play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("host", "ends_in_s", "why"),
+    [
+        ("127.0.0.2", 3600, "IP address mismatch"),
+        ("localhost", 3600, "IP address mismatch"),
+        ("127.0.0.1", -60, "certificate has expired"),
+    ],
+)
+def test_a_certificate_of_another_host_or_another_time_is_refused_and_said(
+    play: Play,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    host: str,
+    ends_in_s: float,
+    why: str,
 ) -> None:
-    """A good one: whoever holds it is not who was asked for, and gets no turn and no key."""
-    ca, context = authority(tmp_path, "127.0.0.2")
+    """A good one else: whoever holds it is not who was asked for, and gets no turn and no key."""
+    ca = Authority(tmp_path)
+    ends_in = datetime.timedelta(seconds=ends_in_s)
 
     async def scenario(world: World) -> None:
         client = await world.client()
         assert (await client.post(CHAT, b'{"a": 1}')).status == 503
         assert not world.engines[0].seen
+        (shown,) = (await admin(world, "/status")).json()["probes"].values()
+        assert why in shown["cause"]
         assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
 
     with caplog.at_level(logging.WARNING, "ownerserve.gateway"):
-        play(scenario, engines=1, reach=by_tls, tls=context, worker_ca_file=ca,
-             health_interval_s=10.0)  # fmt: skip
+        context = ca.issue("worker", host, ends_in=ends_in).context()
+        play(scenario, engines=1, reach=by_tls, tls=context, worker_ca_file=ca.path,
+             worker_key="sekret", health_interval_s=10.0)  # fmt: skip
+
+
+def test_an_address_may_be_certified_by_another_name(play: Play, tmp_path: Path) -> None:
+    """A worker that was found by its name is reached by its address, and proves the name."""
+    ca = Authority(tmp_path)
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        assert (await client.post(CHAT, b'{"a": 1}')).status == 200
+
+    def reach(_: int, port: int) -> Address:
+        return Address("127.0.0.1", port, "https", certified="vllm.internal")
+
+    context = ca.issue("worker", "vllm.internal").context()
+    play(scenario, engines=1, reach=reach, tls=context, worker_ca_file=ca.path)
 
 
 def test_a_bad_file_of_authorities_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.admission import ENTER, Enter, SeatSettings, SessionAdmission, Ticket, Wait
+from ownerserve.router.admission import SeatSettings, SessionAdmission, Wait
+from ownerserve.router.entry.fair import Ticket
+from ownerserve.router.entry.terms import ENTER, Enter
 from ownerserve.router.fleet import room_tokens
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.worker import Load, Profile, Worker

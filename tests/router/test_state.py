@@ -17,6 +17,7 @@ from ownerserve.router.messages import (
     Aborted,
     Arrive,
     Broken,
+    ComputedApart,
     Dispatch,
     Done,
     Down,
@@ -26,6 +27,7 @@ from ownerserve.router.messages import (
     FirstByte,
     Gone,
     Misjudged,
+    NotComputedApart,
     Refusal,
     Refuse,
     SessionEnd,
@@ -40,6 +42,7 @@ from ownerserve.router.sessions import SessionTable
 from ownerserve.router.state import RetryBudget, RouterState
 from ownerserve.router.worker import Receipt
 from tests.support.examples import examples
+from tests.support.router.fleets import ABLE
 
 W = [WorkerId(f"w{number}") for number in range(3)]
 S, T = SessionId("s"), SessionId("t")
@@ -418,3 +421,62 @@ AnyOrder.TestCase.settings = settings(
     max_examples=examples(25), stateful_step_count=30, deadline=None
 )
 TestAnyOrder = AnyOrder.TestCase
+
+
+class SplitInAnyOrder(AnyOrder):
+    """The same, of dispatches that count at two workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = RouterState(make_policy("static_pd"))
+        self.split: set[Receipt] = set()
+
+    def note(self, outcome: object) -> None:
+        super().note(outcome)
+        if isinstance(outcome, Dispatch) and outcome.decision.prefill is not None:
+            self.split.add(outcome.receipt)
+
+    @rule(worker=st.sampled_from(W))
+    def up(self, worker: WorkerId) -> None:
+        self.note(self.state.handle(WorkerUp(worker, profile=ABLE), self.now))
+
+    @precondition(lambda self: self.split & set(self.open))
+    @rule(data=st.data())
+    def prefilled(self, data: st.DataObject) -> None:
+        receipt = data.draw(st.sampled_from(sorted(self.split & set(self.open))))
+        self.note(self.state.handle(ComputedApart(receipt), self.now))
+
+    @precondition(lambda self: self.split & set(self.open))
+    @rule(data=st.data(), failure=st.sampled_from(Failure))
+    def not_prefilled(self, data: st.DataObject, failure: Failure) -> None:
+        receipt = data.draw(st.sampled_from(sorted(self.split & set(self.open))))
+        self.split.remove(receipt)
+        went_on = self.state.handle(NotComputedApart(receipt, failure), self.now)
+        assert (went_on.receipt, went_on.decision.prefill) == (receipt, None)
+        assert went_on.decision.worker.pending_prefill_tokens >= went_on.prefill_tokens
+
+
+SplitInAnyOrder.TestCase.settings = AnyOrder.TestCase.settings
+TestSplitInAnyOrder = SplitInAnyOrder.TestCase
+
+
+def test_a_split_dispatch_counts_where_its_prompt_is_computed_until_it_is() -> None:
+    state = RouterState(make_policy("static_pd"))
+    for worker in W:
+        state.handle(WorkerUp(worker, profile=ABLE), 0.0)
+    first, second = arrive(state), arrive(state, SessionId("other"))
+    where = [dispatch.decision.prefill for dispatch in (first, second)]
+    assert None not in where
+    state.handle(ComputedApart(first.receipt), 1.0)
+    assert sum(worker.pending_prefill_tokens for worker in state.fleet) == second.prefill_tokens
+    went_on = state.handle(NotComputedApart(second.receipt, Failure.CLOSED), 2.0)
+    assert (went_on.reason, went_on.attempt) == (DispatchReason.NOT_SPLIT, second.attempt)
+    assert went_on.decision.worker.pending_prefill_tokens == went_on.prefill_tokens
+    assert state.live == 2
+    state.check()
+    for receipt in (first.receipt, second.receipt):
+        state.handle(Done(receipt, Usage(50, 5, 0)), 3.0)
+    with pytest.raises(InvariantViolated):
+        state.handle(ComputedApart(first.receipt), 4.0)
+    assert (state.live, state.account.finished) == (0, 2)
+    state.check()

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.errors import Corrupt
 from ownerserve.kv.units import MIB
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
+from ownerserve.store.format.header import CHUNK
 from ownerserve.store.format.model import (
     AlreadyStored,
     ArtifactKind,
@@ -33,7 +39,7 @@ from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack, W
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from ownerserve.store.tiers.remote import RemoteTier, record_key
 from ownerserve.store.tiers.tiered import TieredStore
-from tests.support.store.samples import bytes_held
+from tests.support.store.samples import Samples, bytes_held
 
 LIMITS = TierLimits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
 TENANT = b"t" * 32
@@ -250,6 +256,32 @@ def test_memory_that_flips_a_bit_is_a_miss(clock, samples):
     bytes_held(tier, samples.meta(1).id)[500] ^= 1
     assert samples.read(tier, 1) == "corrupt"
     assert samples.read(tier, 1) == "absent"
+
+
+@given(at=st.integers(0, 3 * CHUNK - 1), low=st.integers(0, 3 * CHUNK), size=st.integers(1, CHUNK))
+@settings(max_examples=60, deadline=None)
+def test_what_is_held_is_verified_range_by_range(at, low, size):
+    """A flipped bit is found by each range that shares a chunk with it, and by no other."""
+    tier = MemoryTier(ManualClock(), TierLimits(KindLimits(8 * MIB), KindLimits(8 * MIB)))
+    meta, payload = Samples().meta(1), random.Random(at).randbytes(3 * CHUNK)
+    put(tier, meta, payload)
+    bytes_held(tier, meta.id)[at] ^= 1
+    high = min(low + size, len(payload))
+    (held,) = tier.hold([Want(meta.id)])
+    shares = low < high and low // CHUNK <= at // CHUNK <= (high - 1) // CHUNK
+    with pytest.raises(Corrupt) if shares else nullcontext():
+        held.check(low, high)
+    assert (tier.hold([Want(meta.id)]) is None) == shares
+    assert tier.counters["quarantined"] == shares
+
+
+def test_what_is_not_held_as_it_is_wanted_is_read_instead(clock, samples):
+    tier = MemoryTier(clock, LIMITS)
+    put(tier, samples.meta(1), samples.payload(1))
+    good = samples.meta(1).id
+    for want in (Want(b"?" * 32), Want(good, descriptor=b"other"), Want(good, first_unit=9)):
+        assert tier.hold([Want(good), want]) is None
+    assert tier.counters["hit"] == 0
 
 
 def test_remote_blob_that_was_swapped_or_cut_is_quarantined(clock, samples, tmp_path):

@@ -107,7 +107,8 @@ def test_our_routes_answer_on_vllms_own_port(rig: Rig, store: Path, tmp_path: Pa
         on_health = read_answer_line(told.encode()).line
         assert on_health.unit is not None and on_health.load is not None
         assert on_health.unit.incarnation == read.status.unit.incarnation
-        with gateway([server.url], tmp_path / "gateway") as (url, admin):
+        unasked = "--stream-usage", "leave"
+        with gateway([server.url], tmp_path / "gateway", *unasked) as (url, admin):
             what_came_of_prompts_is_heard(url, admin)
             [decided] = httpx.get(f"{admin}/decisions?last=1", timeout=30).json()["decisions"]
             assert counter(admin, 'ownerserve_gateway_places_total{outcome="admitted"}') >= 1

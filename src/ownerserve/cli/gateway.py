@@ -3,48 +3,50 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import gc
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import uvloop
-from msgspec.structs import replace
 
 from ownerserve.cli.directory.command import SystemClock
-from ownerserve.cli.directory.embedded import OpenedDirectory, opened, port_of
+from ownerserve.cli.directory.embedded import OpenedDirectory, embedded_at, opened
+from ownerserve.cli.gateway_config import LOG, RereadCommand, read_again, read_settings, words_of
 from ownerserve.cli.gateway_file import config_option
-from ownerserve.cli.options import PORT, Finite, check_host, curve_key_option, fleet_key
+from ownerserve.cli.gateway_network import network_options
+from ownerserve.cli.gateway_processes import ServedAt, SettingsReader, say_where, serve_processes
+from ownerserve.cli.options import PORT, Finite, curve_key_option
 from ownerserve.cli.output import OutputFile
 from ownerserve.gateway.admin import admin_server
 from ownerserve.gateway.checking import check
-from ownerserve.gateway.config import Config
-from ownerserve.gateway.http.access import parse_worker, read_key
+from ownerserve.gateway.config import Config, StreamUsage
+from ownerserve.gateway.http.bodies import keep_pages
 from ownerserve.gateway.http.door import raise_descriptor_limit
-from ownerserve.gateway.logs import LEVELS, LogFormat, set_up, tell
+from ownerserve.gateway.logs import LEVELS, LogFormat, set_up
+from ownerserve.gateway.processes.table import PROCESSES_MAX
 from ownerserve.gateway.receipts import ReceiptForm
+from ownerserve.gateway.rollout.reloading import ReadSettings, Reloading
 from ownerserve.gateway.service import Gateway
-from ownerserve.gateway.tenants import read_tenants
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.listening import ADMIN, GATEWAY, LOOPBACK
-from ownerserve.kv.units import MIB
-from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import ROUTING_POLICIES, make_policy
+from ownerserve.router.rollout.steering import Mode
 from ownerserve.router.settings import DEFAULTS
-from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
 F = TypeVar("F", bound=Callable[..., Any])
-_LOG = "ownerserve.gateway.log"
-"""Where a command's context has the options of its log, and whether it only checks."""
 
 
 def log_options(command: F) -> F:
     """Give a command the options of its log, which are in its context (`set_up_log`)."""
 
     def keep(ctx: click.Context, option: click.Parameter, value: object) -> None:
-        ctx.meta.setdefault(_LOG, {})[option.name] = value
+        ctx.meta.setdefault(LOG, {})[option.name] = value
 
     for option in (
         click.option(
@@ -85,24 +87,93 @@ def log_options(command: F) -> F:
     return command
 
 
-def _set_up_log() -> bool:
-    """Send this process's log where and as its options say; return whether it has turns."""
-    said = click.get_current_context().meta[_LOG]
+def _set_up_log() -> None:
+    """Send this process's log where and as its options say."""
+    said = click.get_current_context().meta[LOG]
     set_up(LogFormat(said["log_format"]), said["log_level"])
-    return bool(said["access_log"])
 
 
-OPENING_S = 5.0
+def rollout_options(command: F) -> F:
+    """Give a command the options of who decides beside or in place of the policy."""
+    policies = click.Choice(ROUTING_POLICIES)
+    for option in (
+        click.option(
+            "--mode",
+            type=click.Choice([mode.value for mode in Mode]),
+            default=Mode.NORMAL.value,
+            show_default=True,
+            help="Who decides: the policy; in shadow mode plain least load, and the policy beside"
+            " it does nothing; in bypass mode plain least load alone. PUT /mode changes it.",
+        ),
+        click.option(
+            "--shadow",
+            type=policies,
+            metavar="POLICY",
+            help="A policy that decides about the same turns beside --policy; what it would have"
+            " done is logged and counted, and not done.",
+        ),
+        click.option(
+            "--canary-policy",
+            type=policies,
+            metavar="POLICY",
+            help="The policy that decides for the canary's sessions. Default: --policy.",
+        ),
+        click.option(
+            "--canary-share",
+            type=Finite(min=0, max=1),
+            default=0.0,
+            show_default=True,
+            metavar="SHARE",
+            help="The share of sessions that are the canary's, of tenants that have none of their"
+            ' own. They run at the workers with arm = "canary" in --config, where there are such.',
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def queue_options(command: F) -> F:
+    """Give a command the options of the queue before the fleet."""
+    for option in (
+        click.option(
+            "--queue-wait",
+            "queue_wait_s",
+            type=Finite(min=0, min_open=True),
+            default=45.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="How long a turn may wait for --max-running; then it is told 429 or 529. A client"
+            " may set less in x-ownerserve-deadline-ms.",
+        ),
+        click.option(
+            "--max-waiting",
+            type=click.IntRange(1),
+            default=256,
+            show_default=True,
+            metavar="TURNS",
+            help="How many turns may wait before the fleet; beyond, the newest of whoever has most"
+            " is told 429 or 529.",
+        ),
+        click.option(
+            "--max-running",
+            type=click.IntRange(1),
+            metavar="TURNS",
+            help="How many turns may be under way for each worker that is up; further ones wait in"
+            " line, fairly by tenant and class (docs/gateway.md). Default: no limit.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def _only_checks() -> bool:
     """Return whether the command only says what a gateway would find."""
-    return bool(click.get_current_context().meta[_LOG]["check"])
+    return bool(click.get_current_context().meta[LOG]["check"])
 
 
 def _asked(directory: str | None) -> str | None:
     """Return the directory that is opened: a check opens none in its own process."""
-    is_own = directory is not None and port_of(directory) is not None
+    is_own = directory is not None and embedded_at(directory) is not None
     return None if is_own and _only_checks() else directory
 
 
@@ -120,6 +191,7 @@ def _policies() -> str:
 
 
 @click.command(
+    cls=RereadCommand,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"\b\nPolicies:\n{_policies()}",
 )
@@ -129,9 +201,11 @@ def _policies() -> str:
     "workers",
     metavar="URL",
     multiple=True,
-    required=True,
-    help="A worker, like http://127.0.0.1:8001 or https://host:8001. Once for each. With"
-    " =MODEL[,MODEL] after it, it gets turns of these models only; needed where it does not tell.",
+    help="A worker, like http://127.0.0.1:8001, https://host:8001 or unix:///run/vllm.sock. Once"
+    " for each, none where workers are found (--worker-dns). With"
+    " =MODEL[,MODEL] after it, it gets turns of these models only; needed where it does not tell."
+    " With #canary behind its address it runs the canary's sessions, and no others. With prefill+"
+    " or decode+ before it, it takes that part of turns alone (static_pd; docs/gateway.md).",
 )
 @click.option(
     "--worker-key-file",
@@ -153,13 +227,14 @@ def _policies() -> str:
     metavar="NAME",
     help="Where turns run; all names are listed below.",
 )
+@rollout_options
 @click.option(
     "--directory",
     metavar="URL",
     help="Where the workers say which sessions they own, to be asked for those that are new here:"
-    " tcp:// or curve://HOST:PORT of `ownerserve directory serve`, valkey://HOST:PORT or"
-    " sentinel://HOST:PORT/NAME; embedded or embedded:PORT: this process serves it to nodes of this"
-    " machine (7700). Default: none is asked.",
+    " tcp:// or curve://HOST:PORT of `ownerserve directory serve`, valkey(s):// or"
+    " sentinel(s)://; embedded, embedded:PORT: this process serves it to nodes of this machine"
+    " (7700), embedded:HOST:PORT to others too, with --curve-key-file. Default: none is asked.",
 )
 @curve_key_option
 @click.option(
@@ -194,6 +269,7 @@ def _policies() -> str:
     " of the workers' memory for state (0.9, where more come than fit). Nobody waits beside a"
     " worker that runs nothing, has room and is no session's. Default: all are let in.",
 )
+@queue_options
 @click.option(
     "--host",
     default=LOOPBACK,
@@ -206,6 +282,16 @@ def _policies() -> str:
     default=GATEWAY.port,
     show_default=True,
     help="Data port; 0 takes a free one.",
+)
+@network_options
+@click.option(
+    "--processes",
+    type=click.IntRange(1, PROCESSES_MAX),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Processes that answer clients, each with a part of the sessions; one more has the admin"
+    " port. One for each core that the gateway may have (docs/processes.md).",
 )
 @click.option(
     "--tenants-file",
@@ -271,6 +357,43 @@ def _policies() -> str:
     metavar="SECONDS",
     help="The same for an answer that is not streamed, which comes with its last token.",
 )
+@click.option(
+    "--stream-usage",
+    type=click.Choice([one.value for one in StreamUsage]),
+    default=StreamUsage.ASK.value,
+    show_default=True,
+    help="ask: streams of chat and completions whose client does not ask for their usage are asked"
+    " for it, and the event is kept back. leave: they are not, as for engines that don't know"
+    " stream_options; nothing is learnt of such turns then.",
+)
+@click.option(
+    "--carry-on",
+    is_flag=True,
+    help="Have another worker carry on a stream of chat or completions whose worker dies in its"
+    " middle, where the request is greedy or has a seed and both say the same.",
+)
+@click.option(
+    "--hedge-after",
+    "hedge_after_s",
+    type=Finite(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Ask a second worker too for a streamed turn of which nothing has come for so long; the"
+    " first to begin is passed on, the other is hung up on. Default: never.",
+)
+@click.option(
+    "--otlp-endpoint",
+    metavar="URL",
+    help="An OpenTelemetry collector (OTLP/HTTP, like http://127.0.0.1:4318) that gets spans of"
+    " turns; needs ownerserve[otel]. Default: none; W3C trace context goes through all the same.",
+)
+@click.option(
+    "--otlp-share",
+    type=Finite(min=0, max=1),
+    default=1.0,
+    show_default=True,
+    metavar="SHARE",
+    help="The share of turns that are recorded; one that comes with a trace goes by its flag.",
+)
 @log_options
 @click.option(
     "--opening",
@@ -279,6 +402,16 @@ def _policies() -> str:
     metavar="SECONDS",
     help="How long after its start sessions that nobody knows go by a hash that all gateways share,"
     " not by load alone. Default: 5 with --directory, which other gateways may ask too, else 0.",
+)
+@click.option(
+    "--drain-notice",
+    "drain_notice_s",
+    type=Finite(min=0),
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long after Ctrl-C or SIGTERM it serves on while /health says 503: twice the interval"
+    " at which a load balancer asks that.",
 )
 @click.option(
     "--drain-timeout",
@@ -296,23 +429,7 @@ def _policies() -> str:
     " directory's, a line each.",
 )
 def command(
-    workers: tuple[str, ...],
-    worker_key_file: Path | None,
-    worker_ca_file: Path | None,
-    policy: str,
-    directory: str | None,
-    curve_key_file: Path | None,
-    token_ms: float | None,
-    hot_ms: float,
-    cool_s: float,
-    seats: float | None,
-    tenants_file: Path | None,
-    admin_key_file: Path | None,
-    body_memory_mib: int,
-    ready_file: Path | None,
-    receipts: str,
-    opening_s: float | None,
-    **same: Any,
+    directory: str | None, curve_key_file: Path | None, ready_file: Path | None, **said: Any
 ) -> None:
     """Route OpenAI and Anthropic requests to workers, each session to where its state lies.
 
@@ -329,67 +446,56 @@ def command(
     curl localhost:8900/decisions?last=5            where requests went, why, at which prices
     curl localhost:8900/metrics                     Prometheus
     """
-    check_host(same["host"])
-    check_host(same["admin_host"], field="--admin-host")
-    key = fleet_key(curve_key_file)
-    config = Config(
-        workers=tuple(parse_worker(url) for url in workers),
-        policy=policy,
-        tenants=None if tenants_file is None else read_tenants(tenants_file),
-        admin_key=_key(admin_key_file, "--admin-key-file"),
-        receipts=ReceiptForm(receipts),
-        opening_s=_opening_s(opening_s, directory),
-        bodies_max_bytes=body_memory_mib * MIB,
-        settings=replace(DEFAULTS, hot_ms=hot_ms, cool_s=cool_s),
-        seats=None if seats is None else SeatSettings(share=seats),
-        worker_key=_key(worker_key_file, "--worker-key-file"),
-        worker_ca_file=worker_ca_file,
-        fleet_key=key,
-        speed=DEFAULT_SPEED if token_ms is None else _speed(token_ms),
-    )
-    with opened(_asked(directory), key, SystemClock()) as found:
-        config = replace(config, access_log=_set_up_log(), **same)
-        uvloop.run((_check if _only_checks() else _serve)(config, found, ready_file))
+    context = click.get_current_context()
+    settings, words = read_settings(context), words_of(context)
+    _set_up_log()
+    again = partial(read_again, command, words)
+    if said["processes"] > 1 and not _only_checks():
+        read = SettingsReader(settings, again)
+        raise SystemExit(serve_processes(read, said["processes"], directory, ready=ready_file))
 
+    async def serve(found: OpenedDirectory | None) -> None:
+        if _only_checks():
+            await _check(settings.config, found)
+        else:
+            await _serve(settings, found, ready_file, again=again)
 
-def _opening_s(given: float | None, directory: str | None) -> float:
-    """Return how long the opening window is: a gateway alone needs none."""
-    if given is not None:
-        return given
-    return 0.0 if directory is None or port_of(directory) is not None else OPENING_S
-
-
-def _key(path: Path | None, option: str) -> str | None:
-    return None if path is None else read_key(path, field=option)
-
-
-def _speed(token_ms: float) -> Speed:
-    """Return the speed of a worker whose prefill takes so many ms a token, and all else in
-    proportion."""
-    prefill = DEFAULT_SPEED.prefill
-    return replace(DEFAULT_SPEED, prefill=prefill.scaled(token_ms / prefill.b_ms))
+    with opened(_asked(directory), settings.config.fleet_key, SystemClock()) as found:
+        uvloop.run(serve(found))
 
 
 async def _serve(
-    config: Config, directory: OpenedDirectory | None, ready_file: Path | None
+    settings: ReadSettings,
+    directory: OpenedDirectory | None,
+    ready_file: Path | None,
+    *,
+    again: Callable[[], ReadSettings],
 ) -> None:
-    """Run until SIGINT or SIGTERM, then drain; a second signal ends at once."""
+    """Run until SIGINT or SIGTERM, then drain; a second signal ends at once. SIGHUP reads the files
+    `again`."""
     raise_descriptor_limit()
+    keep_pages()
     loop, stop, hurry = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    hangup = asyncio.Event()
+    loop.add_signal_handler(signal.SIGHUP, hangup.set)  # one that comes early waits for the start
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: hurry.set() if stop.is_set() else stop.set())
-    gateway = Gateway(config, None if directory is None else directory.client)
+    gateway = Gateway(settings.config, None if directory is None else directory.client)
+    gateway.reloading = Reloading(gateway, settings, again)
     admin, listener = admin_server(gateway)
     try:
         await gateway.start()
     except BaseException:
         listener.close()
         raise
+    gc.freeze()  # what is here now stays: no collection need look at it again
     listener.listen()  # from here on who asks is heard, if not yet answered
     serving = loop.create_task(admin.serve(sockets=[listener]))
+    reloads = loop.create_task(_reload_at(hangup, gateway.reloading))
     served_at = None if directory is None else directory.served_at
     _announce(gateway, listener.getsockname()[1], ready_file, served_at=served_at)
     await stop.wait()
+    reloads.cancel()
     draining, hurrying = loop.create_task(gateway.drain()), loop.create_task(hurry.wait())
     await asyncio.wait((draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
     hurrying.cancel()
@@ -400,12 +506,22 @@ async def _serve(
     await serving
 
 
-async def _check(
-    config: Config, directory: OpenedDirectory | None, ready_file: Path | None
-) -> None:
+async def _reload_at(hangup: asyncio.Event, reloading: Reloading) -> None:
+    """Reload at each hangup, until cancelled."""
+    while True:
+        await hangup.wait()
+        hangup.clear()
+        with suppress(InvalidInput):  # the log says what is wrong
+            await reloading.reload()
+
+
+async def _check(config: Config, directory: OpenedDirectory | None) -> None:
     """Say what a gateway would find, a line each; exit 1 when it could not serve with all of
     it. No ready file is written, since nothing is open."""
-    findings = await check(config, None if directory is None else directory.client)
+    if directory is None:
+        findings = await check(config, None)
+    else:
+        findings = await check(config, directory.client, directory.why_silent)
     for finding in findings:
         mark = "ok  " if finding.is_well else "FAIL"
         click.echo(f"{mark} {finding.about}: {finding.found}")
@@ -413,24 +529,10 @@ async def _check(
         raise SystemExit(1)
 
 
-def _named(host: str) -> str:
-    """Return the host as a URL names it."""
-    return f"[{host}]" if ":" in host else host
-
-
 def _announce(
     gateway: Gateway, admin_port: int, ready_file: Path | None, *, served_at: str | None
 ) -> None:
     """Say where we are; the ready file appears whole or not at all."""
-    config, up = gateway.config, len(gateway.state.fleet.up)
-    data_url = f"http://{_named(config.host)}:{gateway.port}"
-    admin_url = f"http://{_named(config.admin_host)}:{admin_port}"
-    where = [f"gateway {data_url}", f"admin {admin_url}"]
-    where += [f"directory {served_at}"] if served_at else []
-    click.echo("  ".join([*where, f"{up} of {len(gateway.turns.pools)} workers up"]))
-    tell(logging.INFO, "started", data=data_url, admin=admin_url, policy=config.policy, up=up)
-    if ready_file is not None:
-        part = ready_file.with_name(ready_file.name + ".part")
-        places = [data_url, admin_url, *([served_at] if served_at else [])]
-        part.write_text("".join(f"{place}\n" for place in places))
-        part.replace(ready_file)
+    places = ServedAt(gateway.config, gateway.url, admin_port, served_at)
+    up, workers = len(gateway.state.fleet.up), len(gateway.turns.pools)
+    say_where(places, up, workers, ready_file=ready_file)

@@ -7,6 +7,8 @@
     [[worker]]
     url = "http://127.0.0.1:8001"
     models = ["qwen3"]                  # as --worker URL=MODEL[,MODEL]
+    role = "prefill"                    # as --worker prefill+URL
+    arm = "main"                        # or "canary", as --worker URL#canary
 
 Owns nothing but the reading: what it reads becomes click's defaults, so that the command line wins
 and each option's own check is made of the file's values too. Every error names the file and the
@@ -19,13 +21,15 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from ownerserve.gateway.http.access import parse_worker
+from ownerserve.gateway.http.access import parse_role, parse_worker
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.router.messages import Arm
 
 F = TypeVar("F", bound=Callable[..., Any])
 FORM = "see examples/gateway.toml and docs/gateway.md for its form"
@@ -112,6 +116,8 @@ def _value(
     value: Any, option: click.Option, ctx: click.Context, *, field: str, folder: Path
 ) -> Any:
     """Return an option's value, checked as the command line's is, and by TOML's type besides."""
+    if option.multiple and isinstance(value, list):
+        return [_value(one, _single(option), ctx, field=field, folder=folder) for one in value]
     kind, named = _toml_type(option)
     if not isinstance(value, kind) or (isinstance(value, bool) and not option.is_flag):
         raise InvalidInput(field, f"is {_shown(value)}", f"write {named}")
@@ -126,6 +132,8 @@ def _value(
 
 def _toml_type(option: click.Option) -> tuple[type | tuple[type, ...], str]:
     """Return which types a value may have in TOML, and their name for people."""
+    if option.multiple:
+        return (), "a list of strings"
     if option.is_flag:
         return bool, "true or false"
     if isinstance(option.type, click.types.IntParamType):
@@ -133,6 +141,13 @@ def _toml_type(option: click.Option) -> tuple[type | tuple[type, ...], str]:
     if isinstance(option.type, click.types.FloatParamType):
         return (int, float), "a number"
     return str, "a string"
+
+
+def _single(option: click.Option) -> click.Option:
+    """Return the option as it would be if it could be given once."""
+    one = copy(option)
+    one.multiple = False
+    return one
 
 
 def _shown(value: Any) -> str:
@@ -160,17 +175,29 @@ def _workers(tables: Any, path: Path) -> list[str]:
 
 def _worker(table: dict[str, Any], field: str) -> str:
     for key in table:
-        if key not in ("url", "models"):
-            mend = "a worker has url and models; the gateway's options stand above all [[worker]]"
+        if key not in ("url", "models", "role", "arm"):
+            mend = (
+                "a worker has url, models, role, arm; the gateway's options stand above all"
+                " [[worker]]"
+            )
             raise InvalidInput(f"{field}.{key}", "is nothing that a worker has", mend)
     url, models = table.get("url"), table.get("models", [])
-    if not isinstance(url, str) or "=" in url:
+    arm = table.get("arm", Arm.MAIN)
+    if arm not in tuple(Arm):
+        raise InvalidInput(f"{field}.arm", f"is {_shown(arm)}", 'write arm = "canary", or "main"')
+    if not isinstance(url, str) or "=" in url or "#" in url:
         problem = "is missing" if url is None else "is no URL"
         raise InvalidInput(f"{field}.url", problem, 'write url = "http://127.0.0.1:8001"')
     if not isinstance(models, list) or not all(_is_name(one) for one in models):
         problem = "is no list of models' names"
         raise InvalidInput(f"{field}.models", problem, 'write models = ["model-a", "model-b"]')
-    word = f"{url}={','.join(models)}" if models else url
+    place = url if arm == Arm.MAIN else f"{url}#{arm}"
+    word = f"{place}={','.join(models)}" if models else place
+    if "role" in table:
+        try:
+            word = f"{parse_role(str(table['role']))}+{word}"
+        except InvalidInput as error:
+            raise InvalidInput(f"{field}.role", error.problem, error.mend) from error
     try:
         parse_worker(word)
     except InvalidInput as error:

@@ -167,8 +167,8 @@ if TYPE_CHECKING:
     "--directory",
     metavar="URL",
     help="Own sessions: ask this directory whose they are, and tell it of their turns."
-    " tcp:// or curve://HOST:PORT of `ownerserve directory serve`, valkey://HOST:PORT or"
-    " sentinel://HOST:PORT/NAME, the gateways' own. Default: gateways keep sessions themselves.",
+    " tcp:// or curve://HOST:PORT of `ownerserve directory serve`, valkey(s):// or"
+    " sentinel(s)://, the gateways' own. Default: gateways keep sessions themselves.",
 )
 @click.option("--seed", type=SEED, default=0, show_default=True, help="Weights of a tiny model.")
 @click.option(

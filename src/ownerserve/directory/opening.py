@@ -16,7 +16,10 @@ if TYPE_CHECKING:  # it brings ZeroMQ
     from ownerserve.kv.wire.curve import FleetKey
 
 FIELD = "--directory"
-SYNTAX = "write tcp://HOST:PORT, valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME"
+SYNTAX = (
+    "write tcp://HOST:PORT, valkey://[USER@]HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME,"
+    " valkeys:// or sentinels:// for TLS"
+)
 
 
 def opener_of(
@@ -26,7 +29,7 @@ def opener_of(
     it. The client connects when it is first asked.
 
     Raises InvalidInput that names `field` unless `url` is tcp://HOST:PORT,
-    curve://HOST:PORT with a `key`, valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME.
+    curve://HOST:PORT with a `key`, or what directory/valkey/source.py reads.
     """
     if url.startswith((KEYED, PLAIN)):
         from ownerserve.directory.rpc.client import DirectoryClient, check_address
@@ -34,8 +37,8 @@ def opener_of(
         check_address(url, key, field=field)
         return partial(DirectoryClient, url, key=key)
     if "://" not in url:
-        raise InvalidInput(field, f"{url[:80]!r} is no address", SYNTAX)
+        raise InvalidInput(field, f"{url.rpartition('@')[2][:80]!r} is no address", SYNTAX)
     from ownerserve.directory.valkey.directory import ValkeyDirectory
-    from ownerserve.directory.valkey.primary import parse_source
+    from ownerserve.directory.valkey.source import parse_source
 
     return partial(ValkeyDirectory, parse_source(url, field=field))

@@ -36,11 +36,14 @@ from ownerserve.directory.port import Directory
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.heads import RequestHead
 from ownerserve.gateway.http.replies import Rejected
+from ownerserve.gateway.processes.homes import Homes
+from ownerserve.gateway.tracing.trace import TurnTrace
 from ownerserve.gateway.workers.rpc import WorkerNames
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, later
 from ownerserve.kv.wire.headers import GROUP_HEADER
+from ownerserve.router.entry.terms import NO_TERMS, TenantTerms
 from ownerserve.router.messages import Arrive, Claimed
 from ownerserve.router.requests.body import (
     NO_FIELDS,
@@ -48,9 +51,9 @@ from ownerserve.router.requests.body import (
     Prompt,
     Said,
     check_as_engines_read,
+    pieces,
     place_of_prompt,
     scan,
-    spliced,
 )
 from ownerserve.router.requests.identity import (
     ANONYMOUS,
@@ -62,9 +65,13 @@ from ownerserve.router.requests.identity import (
     identify,
     response_alias,
     says_final,
+    turn_of,
 )
 
 _GROUP = GROUP_HEADER.encode()
+
+LEARNT_IN_TURNS, LEARNT_EACH_TURNS = 4, 8
+"""What a session's bytes a token are, its first turns tell, and then each eighth one."""
 
 
 class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
@@ -86,20 +93,37 @@ class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
     """Where the prompt's text is; looked up as the body is let go."""
     salt: str | None = None
     """What the body is to say as `cache_salt`, whatever it says; None: what it says."""
+    terms: TenantTerms = NO_TERMS
+    """What its tenant may take."""
+    charged_tokens: int = 0
+    """What was taken for it from its tenant's token limit."""
+    trace: TurnTrace | None = None
+    """The trace that the turn is part of; None: none."""
 
-    def without_body(self) -> IdentifiedRequest:
-        """Return the request without its body's bytes, but with what they say of the prompt."""
-        return structs.replace(self, fields=NO_FIELDS, prompt=place_of_prompt(self.fields))
+    @property
+    def trace_id(self) -> str | None:
+        """The id of that trace, which the books have beside the request's."""
+        return None if self.trace is None else self.trace.trace_id
 
-    def body_for(self, body: bytes, session_id: str | None) -> bytes:
-        """Return the body as a worker gets it: under the tenant's salt, and with `session_id`, the
-        gateway's, where it says one itself."""
-        spans, saids = self.fields.spans, []
+    def without_body(self, turns: int) -> IdentifiedRequest:
+        """Return the request without its body's bytes, but with what they say of the prompt. The
+        body of a session with more `turns` than a few is looked through now and then only."""
+        is_looked_at = turns <= LEARNT_IN_TURNS or turns % LEARNT_EACH_TURNS == 0
+        place = place_of_prompt(self.fields) if is_looked_at else Prompt.ELSEWHERE
+        return structs.replace(self, fields=NO_FIELDS, prompt=place)
+
+    def body_for(
+        self, body: bytes, session_id: str | None, *more: Said
+    ) -> Sequence[bytes | memoryview]:
+        """Return the body as a worker gets it, in pieces: under the tenant's salt, with
+        `session_id`, the gateway's, where it says one itself, and with what it is to say
+        besides."""
+        spans, saids = self.fields.spans, list(more)
         if session_id is not None and "session_id" in spans:
-            saids.append(Said("session_id", spans["session_id"], session_id))
+            saids.append(Said("session_id", spans["session_id"], _quoted(session_id)))
         if self.salt is not None:
-            saids.append(Said("cache_salt", spans.get("cache_salt"), self.salt))
-        return spliced(body, *saids) if saids else body
+            saids.append(Said("cache_salt", spans.get("cache_salt"), _quoted(self.salt)))
+        return pieces(body, *saids) if saids else (body,)
 
     def alias(self, response_id: str) -> SessionId:
         """Return the name by which a later turn may ask for this one's session."""
@@ -108,7 +132,7 @@ class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
 
 class Asking:
     """Asking reads requests. `resolve` tells what an alias stands for; `is_known`, whether the
-    router has the session.
+    router has the session; `homes`, which sessions are other processes' (None: none are).
 
     The gateway keeps `models`: all names that its workers answer to.
     """
@@ -118,8 +142,10 @@ class Asking:
         *,
         resolve: Callable[[SessionId], SessionId],
         is_known: Callable[[SessionId], bool],
+        homes: Homes | None = None,
     ) -> None:
         self.chain = ContentChain()
+        self._homes = homes
         self._resolve = resolve
         self._is_known = is_known
         self._only_model: str | None = ""
@@ -135,7 +161,7 @@ class Asking:
 
     def read(self, request: HttpRequest) -> IdentifiedRequest:
         """Read who asks, for which model and session. Raises Rejected when the body is needed and
-        can't be believed.
+        can't be believed, and Elsewhere when the session is at another process.
 
         A request without a body (a listing of models) is no turn of a session.
         """
@@ -144,24 +170,44 @@ class Asking:
         except InvalidInput as error:
             raise Rejected(HTTPStatus.BAD_REQUEST, "invalid_body", str(error)) from error
 
+    def is_here(self, head: RequestHead) -> bool:
+        """Return whether a head alone names the session, and it is at home here. Raises Elsewhere
+        when it is at another process."""
+        if self._homes is None or self.serves_many:
+            return False
+        scope = Scope(head.caller.tenant, self._only_model or "")
+        identity = identify(head.special, NO_FIELDS, scope=scope)
+        if identity.session is None:
+            return False
+        self._homes.check_named(identity)
+        return True
+
     def _read(self, request: HttpRequest) -> IdentifiedRequest:
         """Read as `read` does. Raises InvalidInput for a field that can't be read."""
         body, head = request.body, request.head
         tenant = head.caller.tenant
         scope, model = Scope(tenant, self._only_model or ""), None
         if not body:
-            return IdentifiedRequest(ANONYMOUS, Arrive(None, 0), scope)
-        identity = self._resolved(identify(head.special, NO_FIELDS, scope=scope))
+            return IdentifiedRequest(ANONYMOUS, Arrive(None, 0), scope, terms=head.caller.terms)
+        by_headers = head.named.get(scope.model)
+        if by_headers is None:
+            by_headers = head.named[scope.model] = identify(head.special, NO_FIELDS, scope=scope)
+        identity = by_headers
         is_named = identity.session is not None
         fields = _fields(head, body, is_named=is_named)
         if self.serves_many:
             model = fields.text("model")
             scope = Scope(tenant, model or "")
         if not is_named or self.serves_many:
-            identity = self._resolved(identify(head.special, fields, scope=scope))
+            identity = identify(head.special, fields, scope=scope)
+        if self._homes is not None and identity.session is not None and not request.is_here:
+            self._homes.check_named(identity)  # an alias has the home that answered it
+        identity = self._resolved(identity)
         shared_bytes, named_parent = 0, identity.parent
         if identity.session is None or not self._is_known(identity.session):
-            identity, shared_bytes = self._by_content(identity, fields, scope=scope, head=head)
+            identity, shared_bytes = self._by_content(
+                identity, fields, scope=scope, request=request
+            )
         return IdentifiedRequest(
             identity,
             Arrive(
@@ -177,6 +223,7 @@ class Asking:
             fields,
             self._group(identity, head, scope),
             salt=_salt(head, fields),
+            terms=head.caller.terms,
         )
 
     def _group(self, identity: SessionIdentity, head: RequestHead, scope: Scope) -> str | None:
@@ -202,10 +249,10 @@ class Asking:
             self.chain.ended(identity.session)
 
     def _by_content(
-        self, identity: SessionIdentity, fields: BodyFields, *, scope: Scope, head: RequestHead
+        self, identity: SessionIdentity, fields: BodyFields, *, scope: Scope, request: HttpRequest
     ) -> tuple[SessionIdentity, int]:
         """Return the identity that the content gives, or the parent that it begins like, and how
-        many bytes they share."""
+        many bytes they share. Raises Elsewhere."""
         content = content_of(fields, tenant=scope.tenant)
         if content is None:
             return identity, 0
@@ -213,12 +260,17 @@ class Asking:
             place = self.chain.first_turn(identity.session, content, scope=scope)
             parent = place.parent or identity.parent
             return structs.replace(identity, parent=parent), place.shared_bytes
-        found = self.chain.arrive(content, scope=scope)
-        if found is None:
+        turn = turn_of(content)
+        if turn is None:
             return identity, 0
+        if self._homes is not None:
+            if not request.is_here:
+                self._homes.check_content(turn)
+            self._homes.note(turn)
+        found = self.chain.take(turn, scope=scope)
         return (
             SessionIdentity(
-                found.session, SessionSource.CONTENT, found.parent, says_final(head.special)
+                found.session, SessionSource.CONTENT, found.parent, says_final(request.head.special)
             ),
             found.shared_bytes,
         )
@@ -255,6 +307,11 @@ def _fields(head: RequestHead, body: bytes, *, is_named: bool) -> BodyFields:
             raise
         check_as_engines_read(body)
         return NO_FIELDS
+
+
+def _quoted(text: str) -> bytes:
+    """Return plain ASCII without quotes as JSON."""
+    return b'"%b"' % text.encode("ascii")
 
 
 def _salt(head: RequestHead, fields: BodyFields) -> str | None:

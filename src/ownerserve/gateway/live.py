@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
 from importlib import resources
 from itertools import islice
 from math import isfinite
@@ -17,7 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ownerserve.gateway.turns import Histogram
+from ownerserve.gateway.admin_api.answers import (
+    DeviceMemory,
+    EpochRow,
+    HeldCopy,
+    Latency,
+    LatencyRow,
+    OwnerChangeRow,
+    OwnerCount,
+    OwnerRow,
+    Owners,
+    Pressed,
+    SessionRow,
+    SessionsAnswer,
+)
+from ownerserve.gateway.entry.figures import entry_figures
+from ownerserve.gateway.histograms import Histogram
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.sessions import RoutedSession
@@ -74,7 +88,7 @@ PAGE = _read_page()
 
 
 def counts(gateway: Gateway) -> dict[str, Any]:
-    """Return what became of turns so far, by reason and by mode, as JSON values."""
+    """Return what became of turns so far, by reason and by mode: fields of /status."""
     account, turns = gateway.state.account, gateway.turns
     observer = turns.observer
     return {
@@ -84,30 +98,32 @@ def counts(gateway: Gateway) -> dict[str, Any]:
         "downs": dict(account.downs),
         "errors": dict(observer.rejections),
         "pressure": [
-            {"kind": kind, "reason": reason, "count": count}
+            Pressed(kind=kind, reason=reason, count=count)
             for (kind, reason), count in sorted(observer.pressure.items())
         ],
+        "queue": entry_figures(turns),
         "releases": dict(turns.releasing.counts),
         "owner_changes": dict(observer.owner_changes.counts),
         "latency": [
-            {
-                "mode": mode,
-                "first_byte": _latency(latency.first_byte_s),
-                "whole": _latency(latency.duration_s),
-            }
+            LatencyRow(
+                mode=mode,
+                first_byte=latency_of(latency.first_byte_s),
+                whole=latency_of(latency.duration_s),
+            )
             for mode, latency in observer.by_mode.items()
         ],
     }
 
 
-def _latency(histogram: Histogram) -> dict[str, float | int | None]:
+def latency_of(histogram: Histogram) -> Latency:
+    """Return what a histogram of times comes to."""
     count = sum(histogram.counts)
-    return {
-        "count": count,
-        "mean_s": round(histogram.sum / count, 6) if count else None,
-        "p50_at_most_s": at_most(histogram, 0.5),
-        "p95_at_most_s": at_most(histogram, 0.95),
-    }
+    return Latency(
+        count=count,
+        mean_s=round(histogram.sum / count, 6) if count else None,
+        p50_at_most_s=at_most(histogram, 0.5),
+        p95_at_most_s=at_most(histogram, 0.95),
+    )
 
 
 def at_most(histogram: Histogram, share: float) -> float | None:
@@ -121,64 +137,96 @@ def at_most(histogram: Histogram, share: float) -> float | None:
     return None
 
 
-def device_memory(monitor: HealthMonitor) -> dict[str, Any] | None:
+def device_memory(monitor: HealthMonitor) -> DeviceMemory | None:
     """Return the device memory for state by the worker's last statement; None: it tells none."""
     if monitor.stated is None or not monitor.stated.load.kv_bytes_total:
         return None
     load = monitor.stated.load
-    return {
-        "bytes_total": load.kv_bytes_total,
-        "bytes_free": load.kv_bytes_free,
-        "bytes_evictable": load.kv_bytes_evictable,
-        "components": msgspec.to_builtins(monitor.components) or None,
-    }
+    return DeviceMemory(
+        bytes_total=load.kv_bytes_total,
+        bytes_free=load.kv_bytes_free,
+        bytes_evictable=load.kv_bytes_evictable,
+        components=monitor.components or None,
+    )
 
 
-def newest_sessions(gateway: Gateway, last: int) -> dict[str, Any]:
+def newest_sessions(gateway: Gateway, last: int) -> SessionsAnswer:
     """Return the sessions that were used last, where their state lies, and the newest changes of
-    owners, as JSON values."""
+    owners."""
     now, table = gateway.now(), gateway.state.sessions
     last = min(last, SESSIONS_TOLD_MAX)
-    changes = gateway.turns.observer.owner_changes.newest
-    return {
-        "known": len(table),
-        "sessions": [_session(name, one, now) for name, one in islice(table.newest(), last)],
-        "owner_changes": [
-            {
-                "age_s": round(now - one.at_s, 3),
-                "session": one.session,
-                "from": one.former,
-                "to": one.owner,
-                "how": one.how,
-            }
-            for one in islice(reversed(changes), last)
+    return SessionsAnswer(
+        known=len(table),
+        sessions=[_session(name, one, now) for name, one in islice(table.newest(), last)],
+        owner_changes=_changes(gateway, last),
+    )
+
+
+def newest_owners(gateway: Gateway, last: int) -> Owners:
+    """Return who owns the sessions that were used last, how many sessions go to each worker, and
+    the newest changes of owners."""
+    table = gateway.state.sessions
+    last = min(last, SESSIONS_TOLD_MAX)
+    return Owners(
+        known=len(table),
+        workers=[
+            OwnerCount(worker=one.id, dp_rank=one.dp_rank, sessions=one.bound_sessions)
+            for one in gateway.state.fleet
         ],
-    }
+        sessions=[_owner(name, one) for name, one in islice(table.newest(), last)],
+        owner_changes=_changes(gateway, last),
+        changes=dict(gateway.turns.observer.owner_changes.counts.items()),
+    )
 
 
-def _session(name: SessionId, session: RoutedSession, now: float) -> Mapping[str, Any]:
-    grant = session.grant
+def _changes(gateway: Gateway, last: int) -> list[OwnerChangeRow]:
+    now = gateway.now()
+    newest = islice(reversed(gateway.turns.observer.owner_changes.newest), last)
+    return [
+        OwnerChangeRow(
+            age_s=round(now - one.at_s, 3),
+            session=one.session,
+            former=one.former,
+            owner=one.owner,
+            how=one.how,
+        )
+        for one in newest
+    ]
+
+
+def _owner(name: SessionId, session: RoutedSession) -> OwnerRow:
+    epoch = session.epoch
+    return OwnerRow(
+        session=name,
+        owner=_id(session.owner),
+        up=session.live_owner is not None,
+        granted_to=_granted_to(session),
+        epoch=None if epoch is None else EpochRow(term=epoch.term.ordinal, counter=epoch.counter),
+    )
+
+
+def _granted_to(session: RoutedSession) -> str | None:
+    return None if session.grant is None else _id(session.grant.live_owner)
+
+
+def _session(name: SessionId, session: RoutedSession, now: float) -> SessionRow:
     moved = session.last_move_s
-    return {
-        "session": name,
-        "owner": _id(session.live_owner),
-        "former_owner": None if session.live_owner is not None else _id(session.owner),
-        "home": _id(session.live_home),
-        "granted_to": None if grant is None else _id(grant.live_owner),
-        "seen_s_ago": round(now - session.seen_at_s, 3),
-        "moved_s_ago": round(now - moved, 3) if isfinite(moved) else None,
-        "turns": session.turns,
-        "live": len(session.pending),
-        "context_tokens": session.known_tokens,
-        "copies": [
-            {
-                "worker": _id(copy.worker),
-                "tier": copy.tier.value,
-                "tokens": copy.tokens,
-            }
+    return SessionRow(
+        session=name,
+        owner=_id(session.live_owner),
+        former_owner=None if session.live_owner is not None else _id(session.owner),
+        home=_id(session.live_home),
+        granted_to=_granted_to(session),
+        seen_s_ago=round(now - session.seen_at_s, 3),
+        moved_s_ago=round(now - moved, 3) if isfinite(moved) else None,
+        turns=session.turns,
+        live=len(session.pending),
+        context_tokens=session.known_tokens,
+        copies=[
+            HeldCopy(worker=_id(copy.worker), tier=copy.tier, tokens=copy.tokens)
             for copy in session.copies()
         ],
-    }
+    )
 
 
 def _id(worker: Worker | None) -> str | None:

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from ownerserve.kv.ids import SessionId, WorkerId
-from ownerserve.router.messages import Dispatch, Refuse
+from ownerserve.router.messages import Arm, Dispatch, Refuse
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.worker import Receipt
 
@@ -55,12 +55,36 @@ def set_up(form: LogFormat, level: str) -> None:
     logging.getLogger("ownerserve").setLevel(level.upper())
 
 
+def level_name() -> str:
+    """Return the least that the log has now."""
+    return logging.getLevelName(logging.getLogger("ownerserve").getEffectiveLevel()).lower()
+
+
+def set_level(level: str) -> None:
+    """Set the least that the log has from now on, and tell so."""
+    former = level_name()
+    if level != former:
+        tell(logging.WARNING, "log_level", least=level, former=former)
+        logging.getLogger("ownerserve").setLevel(level.upper())
+
+
+def name_process(name: str) -> None:
+    """Have every entry of this process say which of a gateway's it is, as the field `process`."""
+
+    def named(record: logging.LogRecord) -> bool:
+        record.fields = {**_fields(record), "process": name}
+        return True
+
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(named)
+
+
 class TextLines(logging.Formatter):
     """These lines are for people: time, level, event, then fields as NAME=VALUE."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the entry as one line, and a trace of a fault below it."""
-        said = [f"{_time(record)} {record.levelname} {record.getMessage()}"]
+        said = [f"{_time(record)} {record.levelname} {_one_line(record.getMessage())}"]
         said += (f"{name}={_word(value)}" for name, value in _fields(record).items())
         line = " ".join(said)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
@@ -91,6 +115,13 @@ def _time(record: logging.LogRecord) -> str:
     return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def _one_line(message: str) -> str:
+    """Return a message without a control in it: what is quoted there may be a peer's."""
+    if message.isprintable():
+        return message
+    return "".join([one if one.isprintable() else ascii(one)[1:-1] for one in message])
+
+
 def _word(value: object) -> str:
     """Return a value as one word: quoted where it has a space, a quote or a control in it."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
@@ -99,10 +130,12 @@ def _word(value: object) -> str:
 
 
 class WorkerLog:
-    """The worker log tells when a worker comes up or goes down, and why."""
+    """The worker log tells when a worker comes up or goes down, and why; and when one that is up
+    does not answer probes."""
 
     def __init__(self) -> None:
         self._up: dict[WorkerId, bool] = {}
+        self._slow: set[WorkerId] = set()
 
     def up(self, worker: WorkerId, **fields: object) -> None:
         """Tell that a worker is up, unless that is known."""
@@ -114,7 +147,21 @@ class WorkerLog:
         """Tell that a worker is down, unless that is known."""
         if self._up.get(worker) is not False:
             self._up[worker] = False
+            self._slow.discard(worker)
             tell(logging.WARNING, "worker_down", worker=worker, why=why, cause=cause or None)
+
+    def slow(self, worker: WorkerId, *, unanswered_s: float) -> None:
+        """Tell that a probe of a worker that is up is unanswered so far."""
+        if self._up.get(worker) and worker not in self._slow:
+            self._slow.add(worker)
+            cause = f"no answer to the probe for {unanswered_s:g} s"
+            tell(logging.WARNING, "worker_slow", worker=worker, cause=cause)
+
+    def quick(self, worker: WorkerId) -> None:
+        """Tell that a worker that was slow answers again; one that is down comes up instead."""
+        if worker in self._slow:
+            self._slow.discard(worker)
+            tell(logging.INFO, "worker_answers", worker=worker)
 
 
 _GOOD = ("session_is", "miss")
@@ -127,8 +174,9 @@ class DirectoryLog:
     answers), slow (turns go on without its answer), refusing (it answers with a no)."""
 
     def __init__(self) -> None:
+        self.kind = "well"
+        """What the answers of the last look that had some came to."""
         self._seen: Counter[str] = Counter()
-        self._kind = "well"
 
     def look(self, answers: Counter[str]) -> None:
         """Compare all answers so far, by name, with those at the last look."""
@@ -136,9 +184,9 @@ class DirectoryLog:
         if not new:
             return
         kind = _kind_of(new)
-        if kind == self._kind:
+        if kind == self.kind:
             return
-        self._kind = kind
+        self.kind = kind
         level = logging.INFO if kind == "well" else logging.WARNING
         event = "directory_back" if kind == "well" else f"directory_{kind}"
         tell(level, event, **{name: new[name] for name in sorted(new)})
@@ -158,6 +206,7 @@ class _Turn(msgspec.Struct, gc=False):
     decision."""
 
     request_id: str
+    trace_id: str | None
     began_s: float
     dispatch: Dispatch
     status: int | None = None
@@ -178,6 +227,7 @@ class AccessLog:
         *,
         session: SessionId | None,
         lost: Receipt | None,
+        trace_id: str | None,
         now_s: float,
     ) -> None:
         """Note a dispatch, also of a turn whose last one was `lost`; write the line of a turn that
@@ -185,13 +235,14 @@ class AccessLog:
         before = None if lost is None else self._turns.pop(lost, None)
         if isinstance(outcome, Dispatch):
             began_s = now_s if before is None else before.began_s
-            self._turns[outcome.receipt] = _Turn(request_id.decode("latin-1"), began_s, outcome)
+            told = request_id.decode("latin-1")
+            self._turns[outcome.receipt] = _Turn(told, trace_id, began_s, outcome)
             return
         tell(
             logging.INFO, "turn", end="refused", reason=outcome.refusal.value, session=session,
             worker=None if before is None else before.dispatch.worker,
             attempt=None if before is None else before.dispatch.attempt,
-            request_id=request_id.decode("latin-1"),
+            request_id=request_id.decode("latin-1"), trace_id=trace_id,
         )  # fmt: skip
 
     def began(self, receipt: Receipt, status: int, *, now_s: float) -> None:
@@ -205,7 +256,7 @@ class AccessLog:
         turn = self._turns.pop(receipt, None)
         if turn is None:
             return
-        dispatch = turn.dispatch
+        dispatch, beside = turn.dispatch, turn.dispatch.decision.beside
         tell(
             logging.INFO, "turn", end=end, status=turn.status, session=dispatch.session,
             worker=dispatch.worker, reason=dispatch.reason.value,
@@ -214,6 +265,11 @@ class AccessLog:
             cached_tokens=usage.cached_tokens if usage and usage.tells_cached else None,
             output_tokens=None if usage is None else usage.output_tokens,
             expected_cached_tokens=dispatch.decision.cached_tokens,
+            arm=None if dispatch.arm is Arm.MAIN else dispatch.arm.value,
+            shadow_worker=None if beside is None else beside.worker.id,
+            shadow_reason=None if beside is None else beside.reason.value,
+            regret_ms=None if beside is None else round(beside.regret_ms, 3),
             first_byte_s=None if turn.first_byte_s is None else round(turn.first_byte_s, 6),
             duration_s=round(now_s - turn.began_s, 6), request_id=turn.request_id,
+            trace_id=turn.trace_id,
         )  # fmt: skip

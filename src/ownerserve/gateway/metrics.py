@@ -15,7 +15,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ownerserve.gateway.turns import Histogram
+from ownerserve.gateway.entry.figures import entry_families
+from ownerserve.gateway.histograms import Histogram
+from ownerserve.gateway.processes.part import GatewayPart
+from ownerserve.gateway.rollout.metrics import rollout_metrics
 
 if TYPE_CHECKING:
     from ownerserve.gateway.service import Gateway
@@ -61,13 +64,19 @@ class GatewayCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._workers()
+        yield from self._discovery()
+        yield from self._tls()
         observer = self._gateway.turns.observer
         yield _histogram(
             "first_byte_seconds", "Arrival to the answer's first byte.", observer.first_byte_s
         )
         yield _histogram("duration_seconds", "Arrival to the answer's end.", observer.duration_s)
+        yield from entry_families(self._gateway.turns)
         yield from self._receipts()
         yield from self._nodes()
+        yield from rollout_metrics(self._gateway.turns.rollout)
+        if self._gateway.part is not None:
+            yield from _part(self._gateway.part)
         for kind in ("prompt", "cached", "output"):
             yield CounterMetricFamily(
                 f"{_P}{kind}_tokens",
@@ -97,7 +106,7 @@ class GatewayCollector(Collector):
         yield GaugeMetricFamily(
             _P + "sessions_waiting",
             "New sessions that wait for a seat.",
-            value=len(self._gateway.turns.admission),
+            value=self._gateway.turns.admission.sessions_waiting,
         )
         door = self._gateway.door
         yield GaugeMetricFamily(
@@ -128,6 +137,43 @@ class GatewayCollector(Collector):
             errors.add_metric([code], value)
         yield errors
 
+    def _tls(self) -> Iterator[Metric]:
+        """Yield the families of the ports' certificates."""
+        door = self._gateway.door
+        yield CounterMetricFamily(
+            _P + "handshakes_failed",
+            "Clients that could not agree on keys, or brought no certificate that is asked for.",
+            value=0 if door is None else door.handshakes_failed,
+        )
+        certificates = GaugeMetricFamily(
+            _P + "certificate_end_timestamp_seconds",
+            "When the certificate of a port runs out, since 1970.",
+            labels=["port"],
+        )
+        for port, tls in (("data", self._gateway.tls), ("admin", self._gateway.admin_tls)):
+            if tls is not None:
+                certificates.add_metric([port], tls.ends_at)
+        yield certificates
+
+    def _discovery(self) -> Iterator[Metric]:
+        """Yield the families of the sources that name workers."""
+        discovery = self._gateway.discovery
+        named = GaugeMetricFamily(
+            _P + "discovered_workers",
+            "Workers that a source names: a name of DNS, a service of Kubernetes.",
+            labels=["source"],
+        )
+        failures = CounterMetricFamily(
+            _P + "discovery_failures",
+            "Times that a source could not say which workers there are: it removes nobody.",
+            labels=["source"],
+        )
+        for source, count in discovery.named().items():
+            named.add_metric([source], count)
+            failures.add_metric([source], discovery.failures[source])
+        yield named
+        yield failures
+
     def _receipts(self) -> Iterator[Metric]:
         """Yield the families that set decisions against what came of them."""
         observer = self._gateway.turns.observer
@@ -140,6 +186,14 @@ class GatewayCollector(Collector):
         for labels, value in observer.pressure.items():
             pressure.add_metric(labels, value)
         yield pressure
+        legs = CounterMetricFamily(
+            _P + "legs",
+            "Legs of turns that run at more than one worker, by what became of them.",
+            labels=["leg", "outcome"],
+        )
+        for labels, value in self._gateway.legs.counts.items():
+            legs.add_metric(labels, value)
+        yield legs
         yield _histogram(
             "receipt_error_tokens",
             "Distance of the tokens expected to be cached from those the engine reports.",
@@ -252,6 +306,23 @@ class GatewayCollector(Collector):
             "Sessions known.",
             value=len(self._gateway.state.sessions),
         )
+
+
+def _part(part: GatewayPart) -> Iterator[Metric]:
+    """Yield what one process of several counts of the others."""
+    process, counts = str(part.homes.process), part.homes.counts
+    lives = GaugeMetricFamily(
+        _P + "process_life",
+        "How many processes have had this number so far: over 1, one was lost.",
+        labels=["process"],
+    )
+    lives.add_metric([process], part.life)
+    yield lives
+    yield _counts(
+        "requests_placed",
+        "Requests of sessions by whether the process that read them is the sessions' home.",
+        at={"home": counts.here, "elsewhere": counts.elsewhere},
+    )
 
 
 def _counts(name: str, text: str, **counts: Mapping[str, int]) -> Metric:

@@ -5,11 +5,13 @@
 | at start, join | asks the worker once, then watches it | WorkerUp, by its own answer |
 | drain | its good answers are held back from the router | WorkerDown (drained) |
 | undrain | they are passed on again, the first at once | WorkerUp |
+| hold, resume | the same by the word of who found the worker; an operator's drain outlasts it | |
 | leave | as drain; it is forgotten when nothing runs there | WorkerDown (removed), WorkerLeft |
 
 Owns the health monitors, the inventory readers, their tasks, and whose good answers are held back.
 A worker that is held back is probed on, so that waits at one that dies end as everywhere. What its
-operator changes is kept in no file: a restart begins with the config's workers.
+operator changes is kept in no file: a restart begins with the config's workers, and whom discovery
+finds.
 """
 
 from __future__ import annotations
@@ -18,28 +20,34 @@ import asyncio
 import logging
 from enum import StrEnum
 
+from msgspec.structs import replace
+
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.logs import tell
 from ownerserve.gateway.turns import Turns
 from ownerserve.gateway.workers.health import HealthMonitor, News
 from ownerserve.gateway.workers.inventory import InventoryReader
+from ownerserve.gateway.workers.pace import Pace, WorkerQuick, WorkerSlow
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerLeft, WorkerUp
+from ownerserve.router.messages import Arm, Down, Stamped, WorkerDown, WorkerLeft, WorkerUp
 
 SOME_OTHER = "(not learnt)"
 """Stands for the models of a worker whose list is not known: requests are looked at for theirs."""
+OPERATOR = "its operator's word"
 LOOK_S = 0.05
 """How often it is looked whether a worker that leaves still runs something."""
 
 
 class Stay(StrEnum):
-    """A stay says what a worker is to this gateway, by its operator's word."""
+    """A stay says what a worker is to this gateway, by its operator's word or its source's."""
 
     SERVING = "serving"
     DRAINED = "drained"
+    UNREADY = "unready"
+    """No new turn by the word of who found it (discovery), not of its operator."""
     LEAVING = "leaving"
 
 
@@ -69,13 +77,17 @@ class Roster:
         self._turns = turns
         self._state = turns.state
         self._held: dict[WorkerId, Stay] = {}
+        self._unready: set[WorkerId] = set()
         self._tasks: dict[WorkerId, list[asyncio.Task[None]]] = {}
         for address in config.workers:
             self._add(address)
 
     def stay(self, worker: WorkerId) -> Stay:
         """Return what a worker of the roster is to this gateway."""
-        return self._held.get(worker, Stay.SERVING)
+        held = self._held.get(worker)
+        if held is not None:
+            return held
+        return Stay.UNREADY if worker in self._unready else Stay.SERVING
 
     # The process
 
@@ -87,7 +99,7 @@ class Roster:
 
     def watch(self) -> None:
         """Go on to ask every worker, each in its tasks."""
-        for worker in self.monitors:
+        for worker in self.monitors.keys() - self._tasks.keys():
             self._watch(worker)
 
     async def stop(self) -> None:
@@ -99,21 +111,26 @@ class Roster:
 
     # What an operator asks
 
-    async def join(self, address: Address) -> None:
-        """Take a worker in: it is asked once, and gets turns from its first good answer on. Raises
-        RosterRefused for one that is here."""
+    async def join(
+        self, address: Address, *, by: str | None = None, stay: Stay = Stay.SERVING
+    ) -> None:
+        """Take a worker in: it is asked once, and gets turns from its first good answer on, or when
+        it is no more UNREADY. Raises RosterRefused for one that is here."""
         worker = address.worker
         if worker in self.monitors:
             raise RosterRefused(RosterProblem.KNOWN_WORKER, f"{worker} is a worker here")
         self._add(address)
+        if stay is Stay.UNREADY:
+            self._unready.add(worker)
         self._watch(worker)
-        tell(logging.INFO, "worker_joined", worker=worker)
+        tell(logging.INFO, "worker_joined", worker=worker, by=by)
         await self._ask(worker)
 
     def drain(self, worker: WorkerId) -> None:
         """Send the worker no new turn until `undrain`. Raises RosterRefused."""
         self._check(worker)
-        self._hold(worker, Stay.DRAINED, Down.DRAINED)
+        self._held[worker] = Stay.DRAINED
+        self._take_out(worker, Down.DRAINED, OPERATOR)
 
     async def undrain(self, worker: WorkerId) -> None:
         """Let the worker have turns again, from its next good answer on. Raises RosterRefused."""
@@ -122,12 +139,34 @@ class Roster:
             tell(logging.INFO, "worker_undrained", worker=worker)
             await self._ask(worker)
 
-    def leave(self, worker: WorkerId) -> None:
+    def hold(self, worker: WorkerId, *, word: str) -> None:
+        """Send the worker no new turn until `resume`, by its source's `word`. Raises
+        RosterRefused."""
+        self._check(worker)
+        self._unready.add(worker)
+        self._take_out(worker, Down.DRAINED, word)
+
+    def resume(self, worker: WorkerId) -> None:
+        """Let the worker have turns again, from its next good answer on, unless its operator says
+        no."""
+        if worker in self._unready:
+            self._unready.discard(worker)
+            tell(logging.INFO, "worker_resumed", worker=worker)
+
+    def leave(self, worker: WorkerId, *, word: str = OPERATOR) -> None:
         """Send the worker no new turn, and forget it when nothing runs there. Raises
         RosterRefused."""
         self._check(worker)
-        self._hold(worker, Stay.LEAVING, Down.REMOVED)
+        self._held[worker] = Stay.LEAVING
+        self._take_out(worker, Down.REMOVED, word)
         self._tasks[worker].append(asyncio.get_running_loop().create_task(self._see_off(worker)))
+
+    def assign(self, worker: WorkerId, arm: Arm) -> None:
+        """Have the worker run turns of that arm's sessions from now on. Raises RosterRefused."""
+        self._check(worker)
+        monitor = self.monitors[worker]
+        monitor.address = replace(monitor.address, arm=arm)
+        self._say_arms()
 
     def _check(self, worker: WorkerId) -> None:
         """Raise RosterRefused unless the worker is here to stay."""
@@ -136,12 +175,11 @@ class Roster:
         if self.stay(worker) is Stay.LEAVING:
             raise RosterRefused(RosterProblem.LEAVING_WORKER, f"{worker} is leaving")
 
-    def _hold(self, worker: WorkerId, stay: Stay, why: Down) -> None:
-        """Hold the worker's good answers back, and tell the router that it is out. Its line and its
-        names are kept: owners there may be asked to hand sessions over."""
-        self._held[worker] = stay
+    def _take_out(self, worker: WorkerId, why: Down, word: str) -> None:
+        """Tell the router that the worker is out, whose good answers are held back. Its line and
+        its names are kept: owners there may be asked to hand sessions over."""
         self._state.handle(WorkerDown(worker, why), self._turns.now())
-        self._turns.worker_log.down(worker, why=why.value, cause="its operator's word")
+        self._turns.worker_log.down(worker, why=why.value, cause=word)
         self._say_models()
 
     async def _ask(self, worker: WorkerId) -> None:
@@ -158,10 +196,12 @@ class Roster:
         self._state.handle(WorkerLeft(worker), self._turns.now())
         address = self.monitors.pop(worker).address
         del self.inventories[worker], self._held[worker]
+        self._unready.discard(worker)
         self._turns.worker_names.down(worker)
         self._turns.lines.learn(worker, address.host, None)
         self._turns.pools.pop(worker).close_idle()
         self._say_models()
+        self._say_arms()
         tell(logging.INFO, "worker_left", worker=worker)
         for task in self._tasks.pop(worker):
             if task is not asyncio.current_task():
@@ -175,6 +215,7 @@ class Roster:
         self.monitors[worker] = HealthMonitor(
             address, self._config, access=turns.access, tell=self._heard
         )
+        self._say_arms()
         self.inventories[worker] = InventoryReader(
             address, self._config, access=turns.access, fleet=self._state.fleet, tell=turns.told
         )
@@ -188,10 +229,16 @@ class Roster:
         for one in news:
             self._heard(one)
 
-    def _heard(self, event: News) -> None:
-        if isinstance(event, WorkerUp) and event.worker in self._held:
-            return
+    def _heard(self, event: News | Pace) -> None:
         turns = self._turns
+        if isinstance(event, WorkerSlow):
+            turns.worker_log.slow(event.worker, unanswered_s=event.waited_s)
+            return
+        if isinstance(event, WorkerQuick):
+            turns.worker_log.quick(event.worker)
+            return
+        if isinstance(event, WorkerUp) and self.stay(event.worker) is not Stay.SERVING:
+            return
         self._state.handle(event, turns.now())
         match event:
             case WorkerUp(worker, dp_rank, incarnation):
@@ -214,6 +261,12 @@ class Roster:
             case Stamped():
                 return
         self._say_models()
+
+    def _say_arms(self) -> None:
+        """Tell who decides which workers are the canary's."""
+        self._turns.rollout.have_canary_workers(
+            name for name, one in self.monitors.items() if one.address.arm is Arm.CANARY
+        )
 
     def _say_models(self) -> None:
         """Tell who reads requests which models there are to be asked for."""

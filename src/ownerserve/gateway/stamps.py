@@ -60,6 +60,7 @@ MODEL = MODEL_HEADER.removeprefix(PREFIX).encode()
 
 _BY_STATUS = {
     429: WorkerRefusal.QUEUE_FULL,
+    502: WorkerRefusal.ENGINE_DEAD,  # a proxy's word: it found no worker behind it
     503: WorkerRefusal.ENGINE_BUSY,
     529: WorkerRefusal.ENGINE_BUSY,
 }

@@ -1,4 +1,4 @@
-"""The tenants file says which keys are let in, and whose they are: TOML, read once at start.
+"""The tenants file says which keys are let in, and whose they are: TOML.
 
     secret = "..."              # 32 characters and more; the same at all gateways of a fleet
 
@@ -8,6 +8,16 @@
     [tenants.globex]
     keys = ["sk-..."]
     share = "partners"          # with all tenants that say the same, and nobody else
+    canary_share = 0.0          # of its sessions, in place of the gateway's --canary-share
+    weight = 3                  # its share of a full fleet, beside others' 1
+    class = "batch"             # all its turns are background work
+    requests_per_minute = 600
+    tokens_per_minute = 2_000_000
+
+    [priorities]                # a tenant's classes share what it has
+    inside = 16                 # later turns of its sessions, sub-agents, forks
+    new = 4                     # first turns
+    batch = 1
 
 Owns nothing but the reading. No error shows a key or the secret.
 """
@@ -19,11 +29,13 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from ownerserve.gateway.http.callers import Caller, KeyedCallers, Salting, digest_of
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
+from ownerserve.router.entry.terms import Priorities, TenantTerms
 
 OPTION = "--tenants-file"
 FILE_BYTES_MAX = 4 << 20
@@ -36,11 +48,17 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 class _Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: list[str]
     share: str | None = None
+    canary_share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    weight: float = 1.0
+    class_: Literal["batch", "interactive"] = msgspec.field(name="class", default="interactive")
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     secret: str
     tenants: dict[str, _Tenant]
+    priorities: Priorities = Priorities()
 
 
 def read_tenants(path: Path) -> KeyedCallers:
@@ -53,7 +71,9 @@ def read_tenants(path: Path) -> KeyedCallers:
         raise _wrong("tenants", "names nobody", "add [tenants.NAME] with keys")
     secret, callers = found.secret.encode(), dict[bytes, Caller]()
     for name, tenant in found.tenants.items():
-        caller = Caller(name, Salting(secret, _shared_by(name, tenant)))
+        salting = Salting(secret, _shared_by(name, tenant))
+        terms = _terms(name, tenant, found.priorities)
+        caller = Caller(name, salting, tenant.canary_share, terms)
         for field, digest in _digests(name, tenant):
             if digest in callers:
                 problem = f"is {callers[digest].tenant}'s too"
@@ -78,6 +98,8 @@ def _read(path: Path) -> _File:
         raise InvalidInput(OPTION, f"{path} is over {FILE_BYTES_MAX} bytes", "list fewer keys")
     try:
         return msgspec.toml.decode(data, type=_File)
+    except InvalidInput as error:
+        raise _wrong(error.field, error.problem, error.mend) from None
     except msgspec.ValidationError as error:  # it names fields and types, no values
         raise InvalidInput(OPTION, str(error), "see docs/gateway.md for its form") from None
     except (*UNREADABLE, ValueError) as error:
@@ -94,6 +116,22 @@ def _shared_by(name: str, tenant: _Tenant) -> str:
         if given is not None and not _NAME.fullmatch(given):
             raise _wrong(field, "is no name", "use 1 to 64 letters, digits, `.`, `_` and `-`")
     return f"tenant/{name}" if tenant.share is None else f"group/{tenant.share}"
+
+
+def _terms(name: str, tenant: _Tenant, priorities: Priorities) -> TenantTerms:
+    """Return what a tenant may take. Raises InvalidInput for a number that is none of that."""
+    try:
+        return TenantTerms(
+            name=name,
+            weight=tenant.weight,
+            is_batch=tenant.class_ == "batch",
+            priorities=priorities,
+            requests_per_minute=tenant.requests_per_minute,
+            tokens_per_minute=tenant.tokens_per_minute,
+        )
+    except InvalidInput as error:
+        field = f"tenants.{name}.{error.field}"
+        raise _wrong(field, f"is {error.problem}", error.mend) from None
 
 
 def _digests(name: str, tenant: _Tenant) -> Iterator[tuple[str, bytes]]:

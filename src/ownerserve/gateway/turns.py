@@ -2,8 +2,8 @@
 observer remembers what came.
 
 `Turns` owns the router's state and all that a turn passes beside its bytes: who asks and whose the
-session is (asking), the queue before the fleet (admission), places and connections at workers. One
-call of each step of a turn; nothing here knows a socket's bytes.
+session is (asking), limits and the queue before the fleet (entry), places and connections at
+workers. One call of each step of a turn; nothing here knows a socket's bytes.
 
 `Observer` keeps what the gateway did, for people: latencies, token counts, the last decisions. It
 owns no decision. It costs two list look-ups and a few additions a request; everything with a name
@@ -14,27 +14,31 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
+from msgspec import structs
 
 from ownerserve.directory.port import Directory
 from ownerserve.gateway.asking import Asking, IdentifiedRequest, SessionFinder
 from ownerserve.gateway.config import Config
+from ownerserve.gateway.entry.entering import Entering
+from ownerserve.gateway.histograms import TOKEN_BUCKETS, Histogram
 from ownerserve.gateway.http.access import Address, open_access
 from ownerserve.gateway.http.callers import Caller
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.door import descriptor_limit, share_of
-from ownerserve.gateway.http.heads import ResponseHead
+from ownerserve.gateway.http.heads import RequestHead, ResponseHead
 from ownerserve.gateway.http.replies import Rejected
-from ownerserve.gateway.http.upstream import IDLE_MAX, WorkerPool
+from ownerserve.gateway.http.upstream import IDLE_MAX, UpstreamConnection, WorkerPool
 from ownerserve.gateway.logs import AccessLog, WorkerLog
 from ownerserve.gateway.owner_changes import OwnerChanges
+from ownerserve.gateway.processes.homes import Homes
 from ownerserve.gateway.receipts import receipts_of
+from ownerserve.gateway.rollout.choice import Rollout
 from ownerserve.gateway.stamps import (
     PromptOutcome,
     Stamp,
@@ -47,6 +51,8 @@ from ownerserve.gateway.stamps import (
     turn_line_of,
     what_came,
 )
+from ownerserve.gateway.tracing.opening import open_tracer
+from ownerserve.gateway.tracing.trace import TurnStep, TurnTrace
 from ownerserve.gateway.workers.rpc import (
     HeldPlace,
     Places,
@@ -60,12 +66,16 @@ from ownerserve.kv.messages import ExecutionMode, Tier
 from ownerserve.kv.wire.headers import TurnLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Admit, Reject
-from ownerserve.router.admission import AdmissionQueue, Go, SessionAdmission, Ticket, forked_from
 from ownerserve.router.decision import DispatchReason, Label, TurnClass
+from ownerserve.router.entry.limits import LimitKind
+from ownerserve.router.entry.queue import Entrant, HeldTurn
+from ownerserve.router.entry.terms import EnteringTurn, SessionClass, TenantTerms, TurnAwayReason
 from ownerserve.router.messages import (
     Aborted,
+    Arm,
     AskRelease,
     Broken,
+    CarryOn,
     Claimed,
     Dispatch,
     Done,
@@ -75,7 +85,9 @@ from ownerserve.router.messages import (
     FirstByte,
     Gone,
     Misjudged,
+    NotComputedApart,
     Refuse,
+    ReleaseEnd,
     ReleaseEnded,
     Reported,
     SessionEnd,
@@ -83,10 +95,9 @@ from ownerserve.router.messages import (
     Unpromised,
 )
 from ownerserve.router.opening import OpeningRule
-from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage, believed, scan_usage
 from ownerserve.router.requests.identity import SessionIdentity
-from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession, Use
+from ownerserve.router.sessions import RoutedSession, Use
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Worker
 
@@ -113,6 +124,10 @@ DOWN_ASKED_MAX = 2
 before the next probe finds that out."""
 DECIDED_MAX = 3
 """From this attempt on a turn goes where it was decided, whatever is held there."""
+
+_NO_PROMISE = (WorkerRefusal.NO_ROOM, WorkerRefusal.UNKNOWN_RESERVATION)
+"""Refusals of a promise, not of the turn: there is no room, or the place was gone when the turn
+came. When nobody promises it is sent without."""
 
 LookUp: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 """Asks the directory about one session; ends with its answer, or after a moment."""
@@ -142,21 +157,37 @@ class LostDispatch(msgspec.Struct, frozen=True, gc=False):
     why: Why
 
 
-class NotLetIn(msgspec.Struct, frozen=True, gc=False):
-    """A turn that was not let in has ended; `ticket`: it waited for a seat."""
+class LostPrefill(msgspec.Struct, frozen=True, gc=False):
+    """A lost prefill is one of a dispatch that goes on without it: its worker computes the
+    prompt."""
 
-    ticket: Ticket | None = None
+    dispatch: Dispatch
+    why: Failure
+
+
+class LostStream(msgspec.Struct, frozen=True, gc=False):
+    """A lost stream is an answer that stopped in its middle; another worker is to carry on."""
+
+    dispatch: Dispatch
+    why: Failure
+
+
+class NotLetIn(msgspec.Struct, frozen=True, gc=False):
+    """A turn that was not let in has ended; `held`: by the queue, if it came so far."""
+
+    held: HeldTurn | None = None
 
 
 class Route:
     """A route is how a turn that was decided gets to its worker: over which connections, with which
     lines in its head, and with a place where the worker's admission gives one."""
 
-    __slots__ = ("_turns", "dispatch")
+    __slots__ = ("_trace", "_turns", "dispatch")
 
-    def __init__(self, turns: Turns, dispatch: Dispatch) -> None:
+    def __init__(self, turns: Turns, dispatch: Dispatch, trace: TurnTrace | None) -> None:
         self._turns = turns
         self.dispatch = dispatch
+        self._trace = None if trace is None else trace.leg(dispatch)
 
     @property
     def pool(self) -> WorkerPool:
@@ -164,9 +195,17 @@ class Route:
         return self._turns.pools[self.dispatch.worker]
 
     @property
+    def prefill_pool(self) -> WorkerPool | None:
+        """Return the connections to the worker that computes the prompt apart; None: nobody
+        does."""
+        prefill = self.dispatch.decision.prefill
+        return None if prefill is None else self._turns.pools[prefill.id]
+
+    @property
     def can_ask(self) -> bool:
         """Return whether the worker's admission can be asked of a turn."""
-        return self._turns.places.can_ask(self.dispatch.worker)
+        turns = self._turns
+        return turns.rollout.is_normal and turns.places.can_ask(self.dispatch.worker)
 
     @property
     def gives_places(self) -> bool:
@@ -178,6 +217,8 @@ class Route:
         """Ask the worker for a place for the turn: the place, or why not; None when it is sent
         without one: nothing was heard in time, or the worker holds none and lets it come."""
         turns, dispatch = self._turns, self.dispatch
+        if self._trace is not None:
+            self._trace.step(TurnStep.PLACE)
         seed = seed_of(dispatch, turns.state.sessions)
         came = await turns.places.reserve(
             dispatch.worker, request_id.decode(), seed=seed, session=dispatch.session
@@ -188,49 +229,89 @@ class Route:
             turns.observer.pressed("unasked", "no_word")
         return came
 
+    async def connect(self) -> UpstreamConnection:
+        """Open a new connection to the worker. Raises OSError when there is none."""
+        if self._trace is not None:
+            self._trace.step(TurnStep.CONNECT)
+        return await self.pool.connect()
+
+    def answered(self, status: int) -> None:
+        """Hear that the worker's answer begins, with that status."""
+        if self._trace is not None:
+            self._trace.answered(status)
+
     def line(self, asked: IdentifiedRequest) -> TurnLine:
         """Make the line that tells the worker of the turn, by what is known now."""
         return turn_line_of(self.dispatch, asked, self._turns.session_of(self.dispatch))
 
+    @property
+    def leg_lines(self) -> bytes:
+        """Return the lines that the head of each leg has for its worker: the workers' key, where
+        they want one, and the trace that its part joins."""
+        line = self._turns.access.line
+        return line if self._trace is None else line + self._trace.lines()
+
     def head_lines(self, line: TurnLine) -> bytes:
-        """Return the lines that the turn's head has for the worker alone: its key, and `line`."""
-        return self._turns.access.line + order_lines(line)
+        """Return the lines that the turn's head has for the worker alone: a leg's, and `line`. It
+        is sent with them at once."""
+        if self._trace is not None:
+            self._trace.step(TurnStep.FIRST_BYTE)
+        return self.leg_lines + order_lines(line)
+
+
+_END_OF: dict[type, str] = {NotLetIn: "not_let_in", Aborted: "aborted", Broken: "broken"}
+
+
+def _lost_of(lost: LostDispatch | LostPrefill | LostStream | None) -> tuple[Dispatch | None, str]:
+    """Return the dispatch that a trace is to end, if there is one, and why: empty where nothing
+    went wrong."""
+    if lost is None or isinstance(lost, LostPrefill):
+        return None, ""
+    return lost.dispatch, "" if isinstance(lost.why, Correction) else lost.why.value
 
 
 class Turns:
-    """This class joins what turns pass in one gateway. `directory` is the Gateway's."""
+    """This class joins what turns pass in one gateway. `directory` is the Gateway's; `homes`: which
+    sessions are at other processes of it."""
 
-    def __init__(self, config: Config, directory: Directory | None) -> None:
+    def __init__(
+        self, config: Config, directory: Directory | None, homes: Homes | None = None
+    ) -> None:
         self.now = asyncio.get_running_loop().time
-        self._first_byte_timeout_s = config.first_byte_timeout_s
-        self._whole_answer_timeout_s = config.whole_answer_timeout_s
-        self.policy = make_policy(config.policy, config.settings)
+        self.first_byte_timeout_s = config.first_byte_timeout_s
+        self.whole_answer_timeout_s = config.whole_answer_timeout_s
+        self.rollout = Rollout(config.rollout)
         self.state = RouterState(
-            self.policy,
+            self.rollout.steering.policy,
             settings=config.settings,
             down_asked_max=DOWN_ASKED_MAX,
             opening=OpeningRule(self.now() + config.opening_s, behind_ms=config.settings.hot_ms),
         )
+        self.rollout.steer_by(self.state.steer)
         self.access = open_access(config.worker_key, config.worker_ca_file)
-        self.share = share_of(descriptor_limit(), len(config.workers))
+        self.share = share_of(descriptor_limit(), config.workers_expected)
         self.pools: dict[WorkerId, WorkerPool] = {}
         """Whom turns may run at, also of a worker that leaves while something runs there."""
         self._connect_timeout_s = config.connect_timeout_s
-        seats = config.seats
-        self.admission = AdmissionQueue(
-            None if seats is None else SessionAdmission(self.state.fleet, seats)
+        self.homes = homes
+        self.asking = Asking(
+            resolve=self.state.sessions.resolve, is_known=self._is_known, homes=homes
         )
-        self.asking = Asking(resolve=self.state.sessions.resolve, is_known=self._is_known)
         self.worker_names = WorkerNames()
         self.finder = None
         if directory is not None:
             self.finder = SessionFinder(directory, self.worker_names, tell=self.told)
         self.worker_log = WorkerLog()
-        self._access = AccessLog() if config.access_log else None
+        self.access_log = AccessLog() if config.access_log else None
+        self.tracer = open_tracer(config.otlp_endpoint, share=config.otlp_share)
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
+        self.entering = Entering(
+            self.state, seats=config.seats, queue=config.queue, watch=self.observer
+        )
+        self.admission = self.entering.queue
         self.lines = WorkerLines(key=config.fleet_key)
         self.places = Places(self.lines)
-        self._receipts = receipts_of(config.receipts)
+        self.receipts = receipts_of(config.receipts)
         self.releasing = Releasing(self.lines, self.worker_names, tell=self.told)
 
     def open_pool(self, address: Address) -> None:
@@ -260,10 +341,30 @@ class Turns:
     # A turn, step by step
 
     def read(self, request: HttpRequest) -> Arrived:
-        """Read who asks, and for what. Raises Rejected."""
-        at_s = self.now()
+        """Read who asks, and for what. Raises Rejected, or Elsewhere."""
+        at_s, caller = self.now(), request.head.caller
+        is_limited = caller.terms.is_limited
+        if is_limited:
+            self.entering.check(caller)
         asked = self.asking.read(request)
+        if is_limited:
+            asked = self._charged(asked)
+        arm = self.rollout.arm_of(asked.arrive.session, caller.canary_share)
+        if arm is not Arm.MAIN:
+            asked = structs.replace(asked, arrive=structs.replace(asked.arrive, arm=arm))
+        trace = self.tracer.begin(request.head)
+        if trace is not None:
+            trace.asked(asked.fields)
+            asked = structs.replace(asked, trace=trace)
         return Arrived(asked, at_s, self._look_up(asked))
+
+    def _charged(self, asked: IdentifiedRequest) -> IdentifiedRequest:
+        """Charge the turn to its tenant's limits. Raises Rejected when it is over one."""
+        try:
+            return self.entering.charged(asked)
+        except Rejected:
+            self.asking.ended(asked.identity)
+            raise
 
     def _look_up(self, asked: IdentifiedRequest) -> LookUp | None:
         """Return what asks the directory, if it may know more of the session than this gateway;
@@ -273,60 +374,73 @@ class Turns:
         is lost: another gateway may have sent it elsewhere since.
         """
         name = asked.arrive.session
-        if not name or self.finder is None:
+        if not name or self.finder is None or not self.rollout.is_normal:
             return None
         known = self.state.sessions.get(self.state.sessions.resolve(name))
         if known is not None and known.live_home is not None:
             return None
         return partial(self.finder.look_up, name)
 
-    def enter(self, asked: IdentifiedRequest, go: Go) -> Ticket | None:
-        """Call `go` at once and return None, or queue it for a seat and return the ticket to leave
-        with."""
-        arrive = asked.arrive
-        if arrive.session is None or self.admission.admission is None:
-            go(self.now())
-            return None
-        parent = forked_from(
-            asked.named_parent,
-            arrive.parent,
-            shared=arrive.shared_bytes or 0,
-            prompt=arrive.prompt_bytes,
-        )
-        tokens = int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN)
-        return self.admission.enter(arrive.session, tokens, go, parent=parent, now_s=self.now())
+    def enter(
+        self, asked: IdentifiedRequest, head: RequestHead, entrant: Entrant, *, came_s: float
+    ) -> HeldTurn | None:
+        """Let the turn, which came at `came_s`, in or turn it away at once, and return None; or
+        hold it in the queue. Raises Rejected. Where not the policy decides, nobody waits for a
+        seat."""
+        try:
+            held = self.entering.enter(asked, head, entrant, came_s=came_s)
+        except Rejected:
+            if asked.trace is not None:
+                asked.trace.ended("refused")
+            raise
+        if held is None or held.seat is None or self.rollout.is_normal:
+            return held
+        self.admission.let_past_seats(self.now())
+        return held if held.waits else None
 
     def decide(
-        self, asked: IdentifiedRequest, lost: LostDispatch | None = None, *, request_id: bytes
+        self,
+        asked: IdentifiedRequest,
+        lost: LostDispatch | LostPrefill | LostStream | None = None,
+        *,
+        request_id: bytes,
     ) -> Route | Refuse:
-        """Decide where the turn runs, for the first time or after a dispatch that was lost, and
-        note the decision."""
+        """Decide where the turn runs, for the first time or after a dispatch, its prefill or its
+        stream was lost, and note the decision."""
+        trace = asked.trace
+        if trace is not None:
+            trace.deciding(*_lost_of(lost))
         event = asked.arrive if lost is None else self._end_of(lost)
         outcome = self.state.handle(event, self.now())
-        self.observer.decided(request_id, asked.identity, outcome)
+        if trace is not None:
+            trace.decided(request_id, asked.arrive.session, outcome)
+        self.observer.decided(request_id, asked.identity, outcome, trace_id=asked.trace_id)
         if lost is not None and not lost.dispatch.decision.worker.up:
             self.worker_log.down(
                 lost.dispatch.worker, why=Down.UNREACHABLE, cause="a turn's connection failed"
             )
-        if self._access is not None:
-            self._access.decided(
+        if self.access_log is not None:
+            self.access_log.decided(
                 request_id,
                 outcome,
                 session=asked.arrive.session,
                 lost=None if lost is None else lost.dispatch.receipt,
+                trace_id=asked.trace_id,
                 now_s=self.now(),
             )
         if isinstance(outcome, Refuse):
+            self.rollout.books[asked.arrive.arm].ends["refused"] += 1
             return outcome
+        self.rollout.sent(outcome)
         if lost is not None and outcome.reason is DispatchReason.RETRY_UNASKED:
             self.observer.pressed("unasked", "all_refused")
-        return Route(self, outcome)
+        return Route(self, outcome, asked.trace)
 
     def patience_s(self, asked: IdentifiedRequest) -> float:
         """Return how long a worker that is up may send nothing of the answer, in seconds."""
         if asked.fields.raw("stream") == b"true":
-            return self._first_byte_timeout_s
-        return self._whole_answer_timeout_s
+            return self.first_byte_timeout_s
+        return self.whole_answer_timeout_s
 
     def told_held(self, dispatch: Dispatch, admit: Admit) -> Correction | None:
         """Tell the state what the worker says that it holds of a turn's session, and does with it;
@@ -361,9 +475,16 @@ class Turns:
             return Correction.LOADS
         return Correction.COMPUTES if use is Use.LEFT and source is not None else None
 
-    def _end_of(self, lost: LostDispatch) -> Failed | Unpromised | Misjudged:
+    def _end_of(
+        self, lost: LostDispatch | LostPrefill | LostStream
+    ) -> Failed | Unpromised | Misjudged | NotComputedApart | CarryOn:
         """Count a dispatch that was lost, and return what the state is told of it."""
         receipt, why = lost.dispatch.receipt, lost.why
+        if isinstance(lost, LostPrefill):
+            return NotComputedApart(receipt, lost.why)
+        if isinstance(lost, LostStream):
+            self.observer.pressed("failed", "broken")
+            return CarryOn(receipt, lost.why)
         if isinstance(why, Correction):
             self.observer.pressed("corrected", why.value)
             return Misjudged(receipt)
@@ -371,8 +492,8 @@ class Turns:
             self.observer.pressed("failed", why.value)
             return Failed(receipt, why)
         self.observer.pressed("refused", why.value)
-        has_no_room = why is WorkerRefusal.NO_ROOM
-        return Unpromised(receipt) if has_no_room else Failed(receipt, Failure.REFUSED)
+        is_unpromised = why in _NO_PROMISE
+        return Unpromised(receipt) if is_unpromised else Failed(receipt, Failure.REFUSED)
 
     def began(
         self, dispatch: Dispatch, head: ResponseHead, *, started_s: float
@@ -398,14 +519,15 @@ class Turns:
                 session, owner, self._owner_of(session), how="answered", now_s=now
             )
         self.observer.first_byte(now - started_s)
-        if self._access is not None:
-            self._access.began(dispatch.receipt, head.status, now_s=now)
+        if self.access_log is not None:
+            self.access_log.began(dispatch.receipt, head.status, now_s=now)
         self._report(dispatch, stamp, now)
         return BegunAnswer(stamp, now - started_s)
 
     def receipt(self, dispatch: Dispatch, head: ResponseHead, caller: Caller) -> bytes:
         """Return the header lines that tell the client of the decision."""
-        return self._receipts.lines(dispatch, head, tenant=caller.tenant)
+        lines = self.receipts.lines(dispatch, head, tenant=caller.tenant)
+        return lines + self.entering.limit_lines(caller) if caller.terms.is_limited else lines
 
     def finished(
         self,
@@ -426,15 +548,27 @@ class Turns:
         came = what_came(begun.stamp, usage, 0 if known is None else known.prompt_tokens)
         done = Done(dispatch.receipt, told, alias, prompt=asked.prompt)
         wanted = self.state.handle(done, now)
+        if alias is not None and self.homes is not None:
+            self.homes.note_alias(alias)
         if isinstance(wanted, AskRelease) and asked.identity.final:
             self.releasing.end(wanted)
+        elif isinstance(wanted, AskRelease) and not self.rollout.is_normal:
+            kept = ReleaseEnded(wanted.session, wanted.epoch, ReleaseEnd.KEPT)
+            self.state.handle(kept, now)
         elif isinstance(wanted, AskRelease):
             self.releasing.ask(wanted)
         self.observer.finished(now - started_s, usage)
         self.observer.ran(came.mode, first_byte_s=begun.first_byte_s, duration_s=now - started_s)
-        if self._access is not None:
-            self._access.ended(dispatch.receipt, "finished", usage=usage, now_s=now)
+        if self.access_log is not None:
+            self.access_log.ended(dispatch.receipt, "finished", usage=usage, now_s=now)
+        self.rollout.books[dispatch.arm].finished(
+            usage, first_byte_s=begun.first_byte_s, duration_s=now - started_s
+        )
         self.observer.compared(dispatch, usage, came)
+        if asked.trace is not None:
+            asked.trace.ended("finished", usage)
+        if asked.charged_tokens and usage is not None:
+            self.entering.settle(asked, usage)
         self._over(asked, 0 if usage is None else usage.prompt_tokens + usage.output_tokens)
         if asked.identity.final and session is not None:
             self.state.handle(SessionEnd(session), now)
@@ -446,26 +580,30 @@ class Turns:
     ) -> None:
         """End a turn without a whole answer: one that was not let in, one whose live dispatch ends
         with `event`, or one that has none."""
+        if asked.charged_tokens and not isinstance(event, (Aborted, Broken)):
+            self.entering.settle(asked, None)
+        if asked.trace is not None:
+            asked.trace.ended(_END_OF.get(type(event), "refused"))
         if isinstance(event, NotLetIn):
-            if event.ticket is not None:
-                self.admission.leave(event.ticket)
+            if event.held is not None:
+                self.entering.leave(event.held)
             self.asking.ended(asked.identity)
             return
         if isinstance(event, Broken):
             self.observer.pressed("failed", "broken")
         if event is not None:
             self.state.handle(event, self.now())
-            if self._access is not None:
-                end = "broken" if isinstance(event, Broken) else "aborted"
-                self._access.ended(event.receipt, end, usage=None, now_s=self.now())
+            end = "broken" if isinstance(event, Broken) else "aborted"
+            self.rollout.books[asked.arrive.arm].ends[end] += 1
+            if self.access_log is not None:
+                self.access_log.ended(event.receipt, end, usage=None, now_s=self.now())
         self._over(asked, 0)
 
     def _over(self, asked: IdentifiedRequest, tokens: int) -> None:
         """Note that nothing of the turn runs any more; its session's context is `tokens` (0: not
         told)."""
         self.asking.ended(asked.identity)
-        if self.admission.admission is not None and asked.arrive.session is not None:
-            self.admission.ended(asked.arrive.session, tokens, self.now())
+        self.entering.ended(asked, tokens)
 
     def _report(self, dispatch: Dispatch, stamp: Stamp, now: float) -> None:
         """Tell the state where the worker says that the prompt's state will be once the turn has
@@ -502,27 +640,9 @@ def _use_of(admit: Admit) -> Use:
     return Use.LOADED if planned > resident else Use.LEFT
 
 
-TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
-BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
-
 _SERVER_ERROR = 500
 _TOO_MANY = 429
 """From this status on an error is the fleet's or ours, not the client's."""
-
-
-class Histogram:
-    """A histogram counts values by bucket; `counts` has one more entry than `edges` (the rest)."""
-
-    def __init__(self, edges: Sequence[float] = BUCKETS_S) -> None:
-        self.edges = edges
-        self.counts = [0] * (len(edges) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.edges, value)] += 1
-        self.sum += value
 
 
 class ModeLatency:
@@ -533,8 +653,8 @@ class ModeLatency:
         self.duration_s = Histogram()
 
 
-Decided: TypeAlias = tuple[float, bytes, SessionIdentity | None, Dispatch | Refuse]
-"""One decision: when (s), request id, who asked, what was decided."""
+Decided: TypeAlias = tuple[float, bytes, SessionIdentity | None, Dispatch | Refuse, str | None]
+"""One decision: when (s), request id, who asked, what was decided, the trace that it is part of."""
 
 
 class Observer:
@@ -552,6 +672,10 @@ class Observer:
         self.pressure: Counter[tuple[str, str]] = Counter()
         """(kind, reason): all that did not go as decided. Errors and fallbacks are one pressure:
         who counts only one of them hides it in the other (seed 003, v5)."""
+        self.waits_s: dict[tuple[str, SessionClass], Histogram] = {}
+        """By tenant and class, of turns that were let in through a queue that is not open."""
+        self.not_let_in: Counter[tuple[str, str, str]] = Counter()
+        """By tenant, class and reason; over a rate limit before a class is known: ""."""
         self.bad_lines: Counter[str] = Counter()
         """Fields of workers' answer lines that could not be used."""
         self.receipt_error_tokens = Histogram(TOKEN_BUCKETS)
@@ -561,10 +685,15 @@ class Observer:
         self._now = now
 
     def decided(
-        self, request_id: bytes, identity: SessionIdentity | None, outcome: Dispatch | Refuse
+        self,
+        request_id: bytes,
+        identity: SessionIdentity | None,
+        outcome: Dispatch | Refuse,
+        *,
+        trace_id: str | None,
     ) -> None:
         """Count a decision."""
-        self.decisions.append((self._now(), request_id, identity, outcome))
+        self.decisions.append((self._now(), request_id, identity, outcome, trace_id))
         if isinstance(outcome, Dispatch) and outcome.decision.reason is DispatchReason.NOT_OFFERED:
             self.pressure["fallback", DispatchReason.NOT_OFFERED.value] += 1
 
@@ -573,6 +702,22 @@ class Observer:
         self.rejections[rejected.code] += 1
         if rejected.status >= _TOO_MANY:
             self.pressure["error", rejected.code] += 1
+
+    def let_in(self, turn: EnteringTurn, waited_s: float) -> None:
+        """Count how long a turn waited before the fleet (QueueWatch)."""
+        key = turn.terms.name, turn.session_class
+        waits = self.waits_s.get(key)
+        if waits is None:
+            waits = self.waits_s[key] = Histogram()
+        waits.observe(waited_s)
+
+    def turned_away(self, turn: EnteringTurn, reason: TurnAwayReason) -> None:
+        """Count a turn that the queue turned away (QueueWatch)."""
+        self.not_let_in[turn.terms.name, turn.session_class.value, reason.value] += 1
+
+    def limited(self, terms: TenantTerms, kind: LimitKind) -> None:
+        """Count a request that is over its tenant's rate limit."""
+        self.not_let_in[terms.name, "", f"limit_{kind.value}"] += 1
 
     def pressed(self, kind: str, reason: str) -> None:
         """Count a turn that could not go as it was decided."""

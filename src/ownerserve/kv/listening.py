@@ -7,8 +7,12 @@ asked of whoever comes: keys, or the operator's word that the network is guarded
 
 from __future__ import annotations
 
+import os
 import socket
+import stat
+from contextlib import suppress
 from enum import Enum
+from pathlib import Path
 
 import msgspec
 
@@ -112,3 +116,69 @@ def open_listener(
         option = f"{listener.host_option}/{listener.port_option}"
         raise InvalidInput(option, at, "use a free port, or 0 for any") from error
     return bound
+
+
+UNIX = "unix://"
+"""What a place begins with that is a socket's file on this machine."""
+OWN_MODE = 0o600
+"""The user who runs the process, and nobody else, may connect to its Unix socket."""
+
+
+def parse_unix(place: str, *, field: str) -> Path:
+    """Return the file in "unix:///run/x.sock". Raises InvalidInput naming `field`."""
+    mend = "write it like unix:///run/ownerserve/gateway.sock"
+    text = place.removeprefix(UNIX)
+    if not place.startswith(UNIX) or not text.startswith("/") or not text.isprintable():
+        raise InvalidInput(field, f"{place[:80]!r} is no absolute path of a Unix socket", mend)
+    if len(os.fsencode(text)) > PATH_BYTES_MAX:
+        raise InvalidInput(field, f"{place[:80]}... is over {PATH_BYTES_MAX} bytes", mend)
+    return Path(text)
+
+
+PATH_BYTES_MAX = 107
+
+
+def open_unix_listener(path: Path, mode: int, *, field: str) -> socket.socket:
+    """Return a socket that is bound to a file with the permissions `mode`: nobody can connect
+    before its server listens. Raises InvalidInput naming `field`, also where somebody serves there;
+    what a dead server left is taken away."""
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _take_away_what_is_dead(path, field=field)
+        bound.bind(str(path))
+        path.chmod(mode)
+    except OSError as error:
+        bound.close()
+        problem = f"{path}: {error.strerror or error}"
+        raise InvalidInput(field, problem, "name a file in a folder of your own") from error
+    except InvalidInput:
+        bound.close()
+        raise
+    return bound
+
+
+def _take_away_what_is_dead(path: Path, *, field: str) -> None:
+    """Remove a socket's file at which nobody listens. Raises InvalidInput for what is alive, or no
+    socket."""
+    try:
+        is_socket = stat.S_ISSOCK(path.lstat().st_mode)
+    except FileNotFoundError:
+        return
+    if not is_socket:
+        raise InvalidInput(field, f"{path} is there, and no socket", "name another file")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+    raise InvalidInput(field, f"{path}: somebody serves there", "stop it, or name another file")
+
+
+def close_listener(bound: socket.socket) -> None:
+    """Close a listener; a Unix socket's file goes with it."""
+    if bound.family == socket.AF_UNIX:
+        with suppress(OSError):
+            Path(bound.getsockname()).unlink(missing_ok=True)
+    bound.close()

@@ -1,6 +1,7 @@
 """This module keeps the account of all requests so far: what came in, how it ended, and why.
 
-Owns the counts; they only grow. Invariant 3: received = done + rejected + live.
+Owns the counts; they only grow. Invariant 3: received + second legs = done + rejected + live + legs
+that ended before their turn did.
 
 `audit` compares the router's books with what they were made from (invariant 5): for tests and
 `check()`, never on a request's path.
@@ -31,6 +32,8 @@ class Account:
         "downs",
         "failures",
         "finished",
+        "legs_begun",
+        "legs_ended",
         "reasons",
         "received",
         "refusals",
@@ -42,6 +45,8 @@ class Account:
         self.finished = 0
         self.broken = 0
         self.aborted = 0
+        self.legs_begun = self.legs_ended = 0
+        """Second legs of turns, and legs that ended while the other one of their turn went on."""
         self.usages_refused = 0
         """Answers whose counts no sequence can have."""
         self.reasons: Counter[DispatchReason] = Counter()

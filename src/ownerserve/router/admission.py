@@ -21,24 +21,32 @@ A session is inside while a turn of it runs and for `idle_s` after; an idle one 
 later finds its state gone or not, and is let in either way: it was promised service. Where the
 memory of one worker is not known there is no limit.
 
+Who waits stands in a fair line (entry/fair.py): in the order of arrival where there is one tenant.
+
 Owns who is inside and who waits. Pure: time comes as `now_s`, tokens are the router's estimates.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import OrderedDict
 from math import inf
-from typing import NewType, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
+from ownerserve.router.entry.fair import FairLine, InLine, Ticket
+from ownerserve.router.entry.terms import (
+    ENTER,
+    NO_TERMS,
+    Enter,
+    EnteringTurn,
+    SessionClass,
+    TenantTerms,
+)
 from ownerserve.router.fleet import Fleet, room_tokens
 from ownerserve.router.worker import Worker, WorkerRole
-
-Ticket = NewType("Ticket", int)
 
 PROMISES_MAX = 1 << 17
 """Sessions that are remembered as let in once; of more, those unseen for longest are forgotten."""
@@ -63,10 +71,6 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")
 
 
-class Enter(msgspec.Struct, frozen=True):
-    """The turn may go on: its sender decides now where it runs."""
-
-
 class Wait(msgspec.Struct, frozen=True):
     """The turn waits for a seat: a later `due` names its `ticket`."""
 
@@ -74,7 +78,6 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 Answer: TypeAlias = Enter | Wait
-ENTER = Enter()
 
 
 class _Inside(msgspec.Struct, gc=False):
@@ -85,14 +88,8 @@ class _Inside(msgspec.Struct, gc=False):
     context: int
     seen_s: float
     live: int
-
-
-class _Waiting(msgspec.Struct, gc=False):
-    ticket: Ticket
-    session: SessionId
-    parent: SessionId | None
-    prompt: int
-    until_s: float
+    is_served: bool = False
+    """Whether a turn of it has ended well."""
 
 
 class SessionAdmission:
@@ -107,7 +104,9 @@ class SessionAdmission:
         self._inside: OrderedDict[SessionId, _Inside] = OrderedDict()  # least recently seen first
         self._promised: OrderedDict[SessionId, None] = OrderedDict()  # ever let in, not over
         self._held_tokens = self._context_tokens = 0
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting = FairLine()
+        self._came: OrderedDict[Ticket, float] = OrderedDict()
+        """When those who wait came (s), the first of them first."""
         self._may_follow = False
         """Whether a session was let in since those who wait were asked whether they are its."""
         self._issued = 0
@@ -118,10 +117,19 @@ class SessionAdmission:
         return len(self._waiting)
 
     def ask(
-        self, session: SessionId, tokens: int, *, parent: SessionId | None, now_s: float
+        self,
+        session: SessionId,
+        tokens: int,
+        *,
+        parent: SessionId | None,
+        now_s: float,
+        tenant: str = "",
+        terms: TenantTerms = NO_TERMS,
+        session_class: SessionClass = SessionClass.NEW,
     ) -> Answer:
         """Decide whether a turn of `tokens` prompt tokens enters or waits; `parent` is the session
-        whose sub-agent or fork this one is."""
+        whose sub-agent or fork this one is. Those who wait are served by weight over their tenants
+        and classes, and in the order of arrival within."""
         if self._is_promised(session, parent):
             self._enter(session, tokens, now_s=now_s, growth=0)
             return ENTER
@@ -133,8 +141,18 @@ class SessionAdmission:
             return ENTER
         self._issued += 1
         ticket = Ticket(self._issued)
-        until_s = now_s + self.settings.patience_s
-        self._waiting.append(_Waiting(ticket, session, parent, tokens, until_s))
+        turn = EnteringTurn(
+            session=session,
+            prompt_tokens=tokens,
+            cost_tokens=tokens + self.settings.growth_tokens,
+            parent=parent,
+            tenant=tenant,
+            terms=terms,
+            session_class=session_class,
+            came_s=now_s,
+        )
+        self._waiting.add(InLine(ticket, turn))
+        self._came[ticket] = now_s
         return Wait(ticket)
 
     def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
@@ -145,8 +163,16 @@ class SessionAdmission:
             return
         known.live -= 1
         known.seen_s = now_s
+        known.is_served = known.is_served or tokens > 0
         self._count(known, tokens, growth=0)
         self._inside.move_to_end(session)
+
+    def turned_away(self, session: SessionId, now_s: float) -> None:
+        """Note that a turn with a seat does not begin: who has it for nothing gives it back."""
+        self.ended(session, 0, now_s)
+        known = self._inside.get(session)
+        if known is not None and not known.live and not known.is_served:
+            self.over(session)
 
     def over(self, session: SessionId) -> None:
         """Free the seat of a session that is over, and forget what was promised to it."""
@@ -156,7 +182,8 @@ class SessionAdmission:
     def leave(self, ticket: Ticket) -> None:
         """Take the ticket of a client that hung up out of the line; one that no longer waits is no
         error."""
-        self._waiting = deque(one for one in self._waiting if one.ticket != ticket)
+        self._waiting.leave(ticket)
+        self._came.pop(ticket, None)
 
     def due(self, now_s: float) -> list[Ticket]:
         """Let in those whose turn it is, and return their tickets in the order of arrival; behind
@@ -166,23 +193,36 @@ class SessionAdmission:
         self._expire(now_s)
         found: list[Ticket] = []
         if not self._fleet.up:
-            found += (one.ticket for one in self._waiting)
-            self._waiting.clear()
+            found += (one.ticket for one in self._waiting.in_order())
+            for ticket in found:
+                self.leave(ticket)
             return found
-        idle, beside, passed = self._idle(), self._beside_tokens(), deque[_Waiting]()
-        while self._waiting and (idle or not passed):
-            one = self._waiting.popleft()
-            has_room = not passed and self._has_seat(one.prompt)
-            has_room = has_room or _take(idle, one.prompt, beside)
-            if not has_room and (passed or now_s < one.until_s):
-                passed.append(one)
+        idle, beside, passed = self._idle(), self._beside_tokens(), 0
+        for one in self._waiting.in_order():
+            if passed and not idle and not self._is_impatient(now_s):
+                break
+            session, prompt = one.turn.session, one.turn.prompt_tokens
+            has_room = not passed and self._has_seat(prompt)
+            has_room = has_room or _take(idle, prompt, beside)
+            if not has_room and now_s < self._came[one.ticket] + self.settings.patience_s:
+                passed += 1
                 continue
             self.impatient += not has_room
-            self._enter(one.session, one.prompt, now_s=now_s, growth=self.settings.growth_tokens)
+            self._sit_down(one)
+            assert session is not None
+            self._enter(session, prompt, now_s=now_s, growth=self.settings.growth_tokens)
             beside = self._beside_tokens()
             found.append(one.ticket)
-        self._waiting.extendleft(reversed(passed))
         return found + self._following(now_s)
+
+    def _is_impatient(self, now_s: float) -> bool:
+        """Return whether the patience of somebody who waits is over."""
+        first_s = next(iter(self._came.values()), inf)
+        return now_s >= first_s + self.settings.patience_s
+
+    def _sit_down(self, one: InLine) -> None:
+        self._waiting.pop(one.ticket)
+        del self._came[one.ticket]
 
     def _following(self, now_s: float) -> list[Ticket]:
         """Let in those whose session or parent was let in while they waited; return their
@@ -190,13 +230,12 @@ class SessionAdmission:
         found: list[Ticket] = []
         while self._may_follow:
             self._may_follow = False
-            waiting, self._waiting = self._waiting, deque()
-            for one in waiting:
-                if self._is_promised(one.session, one.parent):
-                    self._enter(one.session, one.prompt, now_s=now_s, growth=0)
+            for one in self._waiting.in_order():
+                session, turn = one.turn.session, one.turn
+                if session is not None and self._is_promised(session, turn.parent):
+                    self._sit_down(one)
+                    self._enter(session, turn.prompt_tokens, now_s=now_s, growth=0)
                     found.append(one.ticket)
-                else:
-                    self._waiting.append(one)
         return found
 
     def _is_promised(self, session: SessionId, parent: SessionId | None) -> bool:
@@ -207,7 +246,7 @@ class SessionAdmission:
         when nobody waits or no time is set."""
         if not self._waiting:
             return None
-        until_s = self._waiting[0].until_s
+        until_s = next(iter(self._came.values())) + self.settings.patience_s
         for known in self._inside.values():
             if not known.live:
                 return min(until_s, known.seen_s + self.settings.idle_s)
@@ -251,10 +290,10 @@ class SessionAdmission:
         """Return whether an idle worker is left for the prompt once those who wait have taken
         theirs."""
         idle, beside = self._idle(), self._beside_tokens()
-        for one in self._waiting:
+        for one in self._waiting.in_order():
             if not idle:
                 return False
-            _take(idle, one.prompt, beside)
+            _take(idle, one.turn.prompt_tokens, beside)
         return _take(idle, prompt, beside)
 
     def _idle(self) -> list[Worker]:
@@ -328,76 +367,6 @@ def _take(idle: list[Worker], prompt: int, beside_tokens: float) -> bool:
             idle.remove(worker)
             return True
     return False
-
-
-Go: TypeAlias = Callable[[float], None]
-"""What a turn does once it may enter, at the time that it is given (seconds)."""
-
-
-class AdmissionQueue:
-    """The queue holds the turns that wait for a seat, each with what it does once it may enter.
-
-    Decides nothing: it asks `admission` and calls whom that names. Without one, every turn goes on
-    at once. Gateway and simulator stand the same queue in front of their routers.
-    """
-
-    def __init__(self, admission: SessionAdmission | None) -> None:
-        self.admission = admission
-        self._waiting: dict[Ticket, Go] = {}
-
-    def __len__(self) -> int:
-        """Return how many turns wait for a seat."""
-        return len(self._waiting)
-
-    def enter(
-        self, session: SessionId, tokens: int, go: Go, *, parent: SessionId | None, now_s: float
-    ) -> Ticket | None:
-        """Call `go` at once and return None, or hold it until there is a seat and return the
-        ticket.
-
-        The turn has `tokens` prompt tokens; `parent` is the session whose sub-agent or fork this
-        one is (`forked_from`). A client that hangs up gives the ticket to `leave`.
-        """
-        if self.admission is not None:
-            answer = self.admission.ask(session, tokens, parent=parent, now_s=now_s)
-            if isinstance(answer, Wait):
-                self._waiting[answer.ticket] = go
-                return answer.ticket
-        go(now_s)
-        return None
-
-    def leave(self, ticket: Ticket) -> None:
-        """Take the turn of a client that hung up out of the queue; its `go` is never called."""
-        if self.admission is not None and self._waiting.pop(ticket, None) is not None:
-            self.admission.leave(ticket)
-
-    def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
-        """Note that a turn is over and let in whom that makes room for; the session's context is
-        `tokens` (0: not told)."""
-        if self.admission is not None:
-            self.admission.ended(session, tokens, now_s)
-            self.look(now_s)
-
-    def over(self, session: SessionId, now_s: float) -> None:
-        """Free the seat of a session that is over, and let in whom that makes room for."""
-        if self.admission is not None:
-            self.admission.over(session)
-            self.look(now_s)
-
-    def look(self, now_s: float) -> None:
-        """Let in whom there is room for, and whose patience is over."""
-        if self.admission is not None:
-            for ticket in self.admission.due(now_s):
-                self._waiting.pop(ticket)(now_s)
-
-    def let_all_in(self, now_s: float) -> None:
-        """Call everyone who waits: the router drains, and each is to be refused instead of waiting
-        on."""
-        waiting, self._waiting = self._waiting, {}
-        for ticket, go in waiting.items():
-            if self.admission is not None:
-                self.admission.leave(ticket)
-            go(now_s)
 
 
 def forked_from(

@@ -85,6 +85,12 @@ class DispatchReason(Label):
     """No worker is up that serves it: one that was is asked all the same."""
     SPLIT = "split"
     """Prefill and decode on different workers, as the policy always does."""
+    NOT_SPLIT = "not_split"
+    """Nobody could compute the prompt apart: the worker that was to decode computes it itself."""
+    CARRIED_ON = "carried_on"
+    """The worker failed in the middle of a stream: this one carries it on."""
+    HEDGED = "hedged"
+    """Another worker sent nothing of the answer for too long: this one is asked too."""
     RETRY_NEW_CONNECTION = "retry_new_connection"
     RETRY_OTHER_WORKER = "retry_other_worker"
     RETRY_UNASKED = "retry_unasked"
@@ -251,6 +257,19 @@ class Move(msgspec.Struct, frozen=True, gc=False):
     tokens: int
 
 
+class BesideDecision(msgspec.Struct, frozen=True, gc=False):
+    """A beside decision is what the policy named `policy` would have done with a turn that another
+    decided, and that nobody does (rollout/shadow.py). `regret_ms`: what was done is expected to
+    cost so much more."""
+
+    policy: str
+    worker: Worker
+    action: PlacementAction
+    reason: DispatchReason
+    cached_tokens: int
+    regret_ms: float
+
+
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """A decision says that the turn runs on `worker`, by which action and why.
 
@@ -259,7 +278,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     where to bring the state of `moved_tokens` from (artifact_fetch, state_migration,
     tail_recompute); with remote_prefill they come from `prefill`. `wanted`: a migration that would
     be right but that the worker can't perform; the action is the next best. `alternatives`: the
-    options that were priced, cheapest first; empty for policies that do not price.
+    options that were priced, cheapest first; empty for policies that do not price. `beside`: what a
+    shadow would have done.
     """
 
     worker: Worker
@@ -271,6 +291,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     moved_tokens: int = 0
     wanted: Move | None = None
     alternatives: tuple[Option, ...] = ()
+    beside: BesideDecision | None = None
 
 
 def run_at(

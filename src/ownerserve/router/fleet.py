@@ -457,7 +457,8 @@ class Fleet:
         """Take in that a unit answers.
 
         It lives anew with a later incarnation; after it was down also with any other, for its
-        host's clock may have been set back, or without one.
+        host's clock may have been set back, or without one. Who tells no life and fell silent has
+        begun one with that (`take_down`).
         """
         place = event.worker, event.dp_rank
         known = self._workers.get(place)
@@ -481,7 +482,11 @@ class Fleet:
         self._settle({before, known.profile.spec_digest})
 
     def take_down(self, worker: WorkerId, why: Down = Down.REMOVED) -> list[Worker]:
-        """Take the worker's units out for the reason `why`, and return those that were up."""
+        """Take the worker's units out for the reason `why`, and return those that were up.
+
+        One that fell silent and tells no life is taken to have ended the one that it had: what is
+        answered at its address from now on is of the next, before a probe finds it up or after.
+        """
         known = [unit for unit in self._workers.values() if unit.id == worker]
         units = [unit for unit in known if unit.up]
         if why not in _SILENCE:
@@ -492,6 +497,8 @@ class Fleet:
         for unit in units:
             unit.up, unit.is_silent = False, why in _SILENCE
             self._leave(unit)
+            if unit.is_silent and unit.incarnation is None:
+                unit.begin_life(None)
         self._settle({unit.profile.spec_digest for unit in units})
         return units
 
@@ -563,6 +570,8 @@ def _is_former_life(event: WorkerUp, known: Worker) -> bool:
 def _is_another_life(event: WorkerUp, known: Worker) -> bool:
     """Return whether the event begins another life; without two incarnations to compare, a worker
     that was down is taken to have restarted."""
+    if event.incarnation is None and known.incarnation is None and known.is_silent:
+        return False  # it began as the worker fell silent
     if event.incarnation is None or known.incarnation is None:
         return not known.up
     return event.incarnation != known.incarnation

@@ -5,6 +5,9 @@ A request in events and outcomes:
     Arrive ─> Dispatch ─> FirstByte ─> Done                       served
        │         ├─> Failed ─> Dispatch (another attempt) | Refuse  nothing reached the client yet
        │         ├─> Misjudged ─> Dispatch | Refuse               it was not sent
+       │         ├─> ComputedApart | NotComputedApart ─> Dispatch  the same, after its first leg
+       │         ├─> Hedge ─> a second Dispatch | Noted            of the two one ends by
+       │         │                                                 Outrun | LegFailed
        │         └─> Broken | Aborted                             worker died | client hung up
        └─> Refuse                                                 rejected
 """
@@ -55,6 +58,8 @@ class Failure(Label):
     """The answer was no HTTP."""
     REFUSED = "refused"
     """The worker's admission said no: nothing is wrong with it, and the session stays its own."""
+    UNFIT = "unfit"
+    """The request is none whose prompt can be computed apart: nobody was asked."""
 
 
 class Answer(Label):
@@ -80,6 +85,14 @@ class Down(Label):
     """Nobody knows what it serves: it would answer for the wrong model."""
     ANOTHER_RANK = "another_rank"
     """The process at its address is now another rank, which comes up in the same moment."""
+
+
+class Arm(Label):
+    """An arm is a part of all sessions, for which another policy may decide, or other workers may
+    run (rollout/steering.py). Who comes without a session is of the main arm."""
+
+    MAIN = "main"
+    CANARY = "canary"
 
 
 # Events
@@ -195,6 +208,7 @@ class Arrive(msgspec.Struct, frozen=True, gc=False):
     model: str | None = None
     parent: SessionId | None = None
     shared_bytes: int | None = None
+    arm: Arm = Arm.MAIN
 
 
 class FirstByte(msgspec.Struct, frozen=True, gc=False):
@@ -251,6 +265,51 @@ class Misjudged(msgspec.Struct, frozen=True, gc=False):
     receipt: Receipt
 
 
+class ComputedApart(msgspec.Struct, frozen=True, gc=False):
+    """This event says that the prompt of a dispatch that is split is computed where it was to be:
+    its load comes off there."""
+
+    receipt: Receipt
+
+
+class NotComputedApart(msgspec.Struct, frozen=True, gc=False):
+    """This event says that the prompt of a dispatch that is split could not be computed apart. The
+    same dispatch goes on, with the same receipt, and its worker computes the prompt itself."""
+
+    receipt: Receipt
+    failure: Failure
+
+
+class CarryOn(msgspec.Struct, frozen=True, gc=False):
+    """This event says that the worker failed in the middle of its answer, which another worker is
+    to carry on: the client has a part of it, and hears no error where one is found."""
+
+    receipt: Receipt
+    failure: Failure
+
+
+class Hedge(msgspec.Struct, frozen=True, gc=False):
+    """This event says that nothing came of the dispatch for too long: another worker is to be asked
+    too. The two are legs of one turn: the first that begins to answer goes on, the other ends by
+    Outrun or LegFailed."""
+
+    receipt: Receipt
+
+
+class Outrun(msgspec.Struct, frozen=True, gc=False):
+    """This event ends one of two legs before its first byte: the other one began to answer, or the
+    turn ended."""
+
+    receipt: Receipt
+
+
+class LegFailed(msgspec.Struct, frozen=True, gc=False):
+    """This event ends one of two legs that failed before its first byte; the other one goes on."""
+
+    receipt: Receipt
+    failure: Failure
+
+
 class Broken(msgspec.Struct, frozen=True, gc=False):
     """This event says that the worker failed after the first byte: the client got a part, nothing
     can be retried."""
@@ -273,9 +332,10 @@ class SessionEnd(msgspec.Struct, frozen=True, gc=False):
 
 Settling = (
     WorkerUp | WorkerDown | WorkerLeft | Drain | Stamped | Reported | Gone | Claimed
-    | FirstByte | Broken | Aborted | SessionEnd | ReleaseEnded
+    | FirstByte | ComputedApart | Outrun | LegFailed | Broken | Aborted | SessionEnd | ReleaseEnded
 )  # fmt: skip
-Event = Arrive | Failed | Unpromised | Misjudged | Done | Settling
+Placing = Arrive | Failed | Unpromised | Misjudged | NotComputedApart | CarryOn
+Event = Placing | Hedge | Done | Settling
 
 # Outcomes
 
@@ -300,6 +360,7 @@ class Dispatch(msgspec.Struct, frozen=True, gc=False):
     session: SessionId | None
     prompt_tokens: int
     dp_rank: int
+    arm: Arm = Arm.MAIN
 
 
 class Refuse(msgspec.Struct, frozen=True, gc=False):

@@ -278,8 +278,12 @@ def peer_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
 
 
 def shares_state(one: Worker, other: Worker) -> bool:
-    """Return whether state computed by one can be used by the other."""
-    return one.profile.spec_digest == other.profile.spec_digest
+    """Return whether state computed by one can be used by the other: plain engines state no
+    digest, and their models tell them apart."""
+    digest = one.profile.spec_digest
+    if digest != other.profile.spec_digest:
+        return False
+    return digest != "" or one.profile.model == other.profile.model
 
 
 def _may(action: PlacementAction, request: RoutingRequest, peer: Copy) -> bool:

@@ -9,6 +9,11 @@ randomness.
 | Reported, Gone, Claimed | the dated copy of extents and owners follows | Noted |
 | Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
 | FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
+| ComputedApart | the prefill part comes off where it was computed apart | Noted |
+| NotComputedApart | the prefill part is counted where the turn decodes | Dispatch, the same |
+| CarryOn | the load comes off; another attempt, within a budget, or as Broken | Dispatch, Refuse |
+| Hedge | the policy decides among the others: a second leg | Dispatch, Noted: there is none |
+| Outrun, LegFailed | one of two legs comes off as if it had not been sent | Noted |
 | Broken, Aborted | the rest comes off | Noted |
 | Done | the same; teaches the session's ratio and extent | AskRelease of its owner, Noted |
 | ReleaseEnded | who handed the session over is not known as its owner any more | Noted |
@@ -44,7 +49,7 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.account import Account, Books, audit
-from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, classify
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, classify, run_at
 from ownerserve.router.fleet import Candidates, Fleet
 from ownerserve.router.knowledge import Handovers, Knowledge
 from ownerserve.router.messages import (
@@ -54,7 +59,9 @@ from ownerserve.router.messages import (
     Arrive,
     AskRelease,
     Broken,
+    CarryOn,
     Claimed,
+    ComputedApart,
     Dispatch,
     Done,
     Down,
@@ -64,9 +71,14 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Gone,
+    Hedge,
+    LegFailed,
     Misjudged,
+    NotComputedApart,
     Noted,
     Outcome,
+    Outrun,
+    Placing,
     Refusal,
     Refuse,
     ReleaseEnded,
@@ -82,6 +94,7 @@ from ownerserve.router.messages import (
 from ownerserve.router.opening import NEVER_OPENING, OpeningRule
 from ownerserve.router.policies.base import RoutingPolicy
 from ownerserve.router.requests.body import Prompt, believed
+from ownerserve.router.rollout.steering import Steering
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession, SessionTable
 from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.worker import Load, Receipt, Worker
@@ -115,11 +128,11 @@ def ask(
         prefix, known_tokens = session.stem, session.stem_tokens
     if known_tokens >= prompt_tokens:
         known_tokens = prompt_tokens - 1  # the last one is always computed
-    home, owner = session.live_home, session.live_owner
-    serving = candidates.serving
-    if owner is not None and owner not in serving:
+    home, owner = session.home, session.owner
+    serving = candidates.serving  # who is up; when nobody is, who may be
+    if owner is not None and (owner.life != session.owner_life or owner not in serving):
         owner = None
-    if home is not None and home not in serving:
+    if home is None or home.life != session.home_life or home not in serving:
         home = owner
     turns, idle_s = session.turns, now_s - session.idle_since_s
     return RoutingRequest(
@@ -214,7 +227,7 @@ class RouterState:
         self.sessions = SessionTable()
         self.account = Account()
         self._knowledge = Knowledge(self.fleet, self.sessions)
-        self._policy = policy
+        self._steering = Steering(policy=policy)
         self._settings = settings
         self._retries = retries or RetryBudget()
         self._handovers = Handovers()
@@ -234,20 +247,28 @@ class RouterState:
             Claimed: self._knowledge.claimed,
             Arrive: self._arrive,
             FirstByte: self._first_byte,
+            ComputedApart: self._prefilled,
+            NotComputedApart: self._not_prefilled,
             Done: self._done,
             ReleaseEnded: self._release_ended,
             Failed: self._failed,
             Unpromised: self._unpromised,
             Misjudged: self._misjudged,
+            CarryOn: self._carry_on,
+            Hedge: self._hedge,
+            Outrun: self._outrun,
+            LegFailed: self._leg_failed,
             Broken: self._broken,
             Aborted: self._aborted,
             SessionEnd: self._session_end,
         }
 
     @overload
-    def handle(
-        self, event: Arrive | Failed | Unpromised | Misjudged, now: float
-    ) -> Dispatch | Refuse: ...
+    def handle(self, event: NotComputedApart, now: float) -> Dispatch: ...
+    @overload
+    def handle(self, event: Placing, now: float) -> Dispatch | Refuse: ...
+    @overload
+    def handle(self, event: Hedge, now: float) -> Dispatch | Noted: ...
     @overload
     def handle(self, event: Done, now: float) -> AskRelease | Noted: ...
     @overload
@@ -255,6 +276,10 @@ class RouterState:
     def handle(self, event: Event, now: float) -> Outcome:
         """Take in one event at time `now` (seconds, never going back)."""
         return self._on[type(event)](event, now)
+
+    def steer(self, steering: Steering, settings: Settings) -> None:
+        """Have turns that come from now on decided by `steering`, under `settings`."""
+        self._steering, self._settings = steering, settings
 
     @property
     def live(self) -> int:
@@ -290,7 +315,7 @@ class RouterState:
         self.account.received += 1
         if self._draining:
             return self._refuse(Refusal.DRAINING)
-        candidates = self.fleet.candidates(event.model)
+        candidates = self._candidates(event)
         if not candidates and self._down_asked_max:
             candidates = self.fleet.down(event.model)
         if not candidates:
@@ -305,8 +330,9 @@ class RouterState:
             if event.parent is not None and not session.turns:
                 self._knowledge.fork(session, event)
         request = ask(event, session, candidates, limits=self._settings, now_s=now)
-        decision = self._policy.decide(request, candidates)
+        decision = self._steering.decide(request, candidates, event.arm)
         decision = self._opening.revised(decision, request, candidates, name=name)
+        decision = self._steering.watched(decision, request, candidates)
         live = _Live(event, name, session, decision, 0, (), decision.reason)
         if not decision.worker.up:
             live.down_asked, live.reason = 1, DispatchReason.NOBODY_UP
@@ -319,9 +345,7 @@ class RouterState:
         self._issued += 1
         receipt = Receipt(self._issued)
         prompt_tokens = request.prompt_tokens
-        prefill_tokens = prompt_tokens - decision.cached_tokens
-        if prefill_tokens < 1:
-            prefill_tokens = 1
+        prefill_tokens = _to_compute(request, decision)
         if prefill is None:
             load = Load(request.now_s, prefill_tokens, prompt_tokens)
             live.loads = (load,)
@@ -342,10 +366,7 @@ class RouterState:
             self.sessions.send(session, worker, receipt)
         self._live[receipt] = live
         self.account.reasons[live.reason] += 1
-        return Dispatch(
-            receipt, worker.id, live.reason, live.attempt, prefill_tokens, decision, request.turn,
-            live.name, prompt_tokens, worker.dp_rank,
-        )  # fmt: skip
+        return _told(live, receipt, request)
 
     def _refuse(self, refusal: Refusal) -> Refuse:
         self.account.refusals[refusal] += 1
@@ -365,6 +386,39 @@ class RouterState:
         if not live.has_answered:
             self._answered(live, event, life)
         return NOTED
+
+    def _split(self, receipt: Receipt) -> _Live:
+        live = self._live.get(receipt)
+        if live is None or live.decision.prefill is None:
+            raise InvariantViolated(f"invariant 5: receipt {receipt} is of no split dispatch")
+        return live
+
+    def _prefilled(self, event: ComputedApart, now: float) -> Noted:
+        _, (prefill, apart) = self._split(event.receipt).parts()
+        prefill.take_prefill(apart)
+        return NOTED
+
+    def _not_prefilled(self, event: NotComputedApart, now: float) -> Dispatch:
+        live, failure = self._split(event.receipt), event.failure
+        (worker, _), (prefill, _) = live.parts()
+        self._take_loads(live)
+        if failure is not Failure.UNFIT:
+            self.account.failures[failure] += 1
+        if failure is Failure.CONNECT:
+            self._worker_down(WorkerDown(prefill.id, Down.UNREACHABLE), now)
+        session = live.session
+        if session is not None:
+            session.turns -= 1  # as when it was decided
+        request = self._ask_again(live, self._candidates(live.arrive), now)
+        live.decision = run_at(request, worker, DispatchReason.NOT_SPLIT)
+        live.reason = live.decision.reason
+        load = Load(now, _to_compute(request, live.decision), request.prompt_tokens)
+        live.loads = (load,)
+        worker.add(load)
+        if session is not None:
+            session.turns += 1
+            session.pending += live.parts()
+        return _told(live, event.receipt, request)
 
     def _answered(self, live: _Live, event: FirstByte | Done, life: int) -> None:
         """Note that an answer of the worker's `life` begins, by what its own lines say of the
@@ -445,7 +499,7 @@ class RouterState:
             event.failure is Failure.STALE
             and live.reason is not DispatchReason.RETRY_NEW_CONNECTION
         ):
-            candidates = self.fleet.candidates(live.arrive.model)
+            candidates = self._candidates(live.arrive)
             live.attempt, live.reason = live.attempt + 1, DispatchReason.RETRY_NEW_CONNECTION
             return self._dispatch(live, self._ask_again(live, candidates, now))
         if event.failure is Failure.OURS:
@@ -460,7 +514,7 @@ class RouterState:
         outcome = self._elsewhere(live, now)
         if isinstance(outcome, Dispatch):
             return outcome
-        candidates = self.fleet.candidates(live.arrive.model)
+        candidates = self._candidates(live.arrive)
         if live.is_unasked or not candidates:
             return self._refuse(outcome)
         live.is_unasked, live.tried = True, ()
@@ -468,10 +522,53 @@ class RouterState:
 
     def _misjudged(self, event: Misjudged, now: float) -> Dispatch | Refuse:
         live = self._take_back(event.receipt)
-        candidates = self.fleet.candidates(live.arrive.model).without(live.tried)
+        candidates = self._candidates(live.arrive).without(live.tried)
         if not candidates:
             return self._refuse(Refusal.NO_WORKER)
         return self._again(live, candidates, None, now_s=now)
+
+    def _carry_on(self, event: CarryOn, now: float) -> Dispatch | Refuse:
+        live = self._take_back(event.receipt, event.failure)
+        if live.session is not None:
+            live.session.turns -= 1  # the same turn is dispatched anew
+        outcome = self._elsewhere(live, now, DispatchReason.CARRIED_ON)
+        if isinstance(outcome, Dispatch):
+            return outcome
+        if live.session is not None:
+            live.session.turns += 1
+        self.account.broken += 1
+        return Refuse(outcome)
+
+    def _hedge(self, event: Hedge, now: float) -> Dispatch | Noted:
+        first = self._live.get(event.receipt)
+        if first is None or first.has_answered:
+            raise InvariantViolated(f"invariant 5: receipt {event.receipt} waits for no answer")
+        tried = (*first.tried, first.decision.worker)
+        candidates = self._candidates(first.arrive).without(tried)
+        if not candidates or not self._retries.spend(len(tried)):
+            return NOTED
+        session = None if first.name is None else self.sessions.get(first.name)
+        live = _Live(
+            first.arrive, first.name, session, first.decision, 0, (), DispatchReason.HEDGED,
+            attempt=first.attempt + 1, tried=tried,
+        )  # fmt: skip
+        request = self._ask_again(live, candidates, now)
+        worker = self._steering.decide(request, candidates, live.arrive.arm).worker
+        live.decision = run_at(request, worker, DispatchReason.HEDGED)
+        self.account.legs_begun += 1
+        return self._dispatch(live, request)
+
+    def _outrun(self, event: Outrun, now: float) -> Noted:
+        self._take_back(event.receipt)
+        self.account.legs_ended += 1
+        return NOTED
+
+    def _leg_failed(self, event: LegFailed, now: float) -> Noted:
+        live = self._take_back(event.receipt, event.failure)
+        if event.failure is Failure.CONNECT:
+            self._worker_down(WorkerDown(live.decision.worker.id, Down.UNREACHABLE), now)
+        self.account.legs_ended += 1
+        return NOTED
 
     def _take_back(self, receipt: Receipt, failure: Failure | None = None) -> _Live:
         """Take back a dispatch that nobody began to answer, as if it had not been sent, and count
@@ -484,12 +581,19 @@ class RouterState:
             live.session = self.sessions.get(live.name)  # it may have ended meanwhile
         return live
 
-    def _elsewhere(self, live: _Live, now: float) -> Dispatch | Refusal:
+    def _elsewhere(
+        self,
+        live: _Live,
+        now: float,
+        reason: DispatchReason = DispatchReason.RETRY_OTHER_WORKER,
+    ) -> Dispatch | Refusal:
         """Dispatch to another worker, of those that were not tried, or return why there is none."""
         live.tried += (live.decision.worker,)
         model = live.arrive.model
-        everyone, reason = self.fleet.candidates(model), DispatchReason.RETRY_OTHER_WORKER
+        everyone = self._candidates(live.arrive)
         candidates = everyone.without(live.tried)
+        if everyone and not candidates:  # its arm's are all tried
+            candidates = self.fleet.candidates(model).without(live.tried)
         if not everyone and self._down_asked_max:
             if live.down_asked < self._down_asked_max:
                 candidates = self.fleet.down(model).without(live.tried)
@@ -505,9 +609,13 @@ class RouterState:
     ) -> Dispatch:
         """Decide anew among the candidates, and dispatch; `reason` None: the decision's own."""
         request = self._ask_again(live, candidates, now_s)
-        live.decision = self._policy.decide(request, candidates)
+        live.decision = self._steering.decide(request, candidates, live.arrive.arm)
         live.attempt, live.reason = live.attempt + 1, reason or live.decision.reason
         return self._dispatch(live, request)
+
+    def _candidates(self, arrive: Arrive) -> Candidates:
+        """Return the workers that are up and where a turn may run."""
+        return self._steering.eligible(self.fleet.candidates(arrive.model), arrive.arm)
 
     def _ask_again(self, live: _Live, candidates: Candidates, now: float) -> RoutingRequest:
         return ask(live.arrive, live.session, candidates, limits=self._settings, now_s=now)
@@ -525,22 +633,44 @@ class RouterState:
         live = self._live.pop(receipt, None)
         if live is None:
             raise InvariantViolated(f"invariant 5: receipt {receipt} was given back before")
+        self._take_loads(live)
+        return live
+
+    def _take_loads(self, live: _Live) -> None:
+        """Take what the dispatch counts for off its workers, and out of its session."""
         for worker, load in live.parts():
             worker.take(load)
         if live.session is not None:
             live.session.ended(live.loads)
-        return live
 
     def check(self) -> None:
         """Raise InvariantViolated unless the account adds up and the books agree (invariants 3 and
         5)."""
         account, live = self.account, len(self._live)
-        if account.received != account.done + account.rejected + live:
+        begun = account.received + account.legs_begun
+        if begun != account.done + account.rejected + account.legs_ended + live:
             raise InvariantViolated(
-                f"invariant 3: {account.received} in, {account.done} done, "
+                f"invariant 3: {account.received} in, {account.legs_begun} second legs, "
+                f"{account.legs_ended} of them over, {account.done} done, "
                 f"{account.rejected} rejected, {live} live"
             )
         audit(self.fleet, self.sessions, Books(
             loads=[part for one in self._live.values() for part in one.parts()],
             unanswered={receipt for receipt, one in self._live.items() if not one.has_answered},
         ))  # fmt: skip
+
+
+def _to_compute(request: RoutingRequest, decision: Decision) -> int:
+    """Return how many tokens of the prompt are to be computed, by the router's estimate."""
+    tokens = request.prompt_tokens - decision.cached_tokens
+    return tokens if tokens > 1 else 1
+
+
+def _told(live: _Live, receipt: Receipt, request: RoutingRequest) -> Dispatch:
+    """Return the dispatch as the runtime hears of it."""
+    decision = live.decision
+    return Dispatch(
+        receipt, decision.worker.id, live.reason, live.attempt, _to_compute(request, decision),
+        decision, request.turn, live.name, request.prompt_tokens, decision.worker.dp_rank,
+        live.arrive.arm,
+    )  # fmt: skip

@@ -19,6 +19,8 @@ from ownerserve.kv.registry.source import find_config, read_config
 from ownerserve.kv.specs import ModelSpec
 from ownerserve.plan.cost.prices import Medium
 from ownerserve.router.admission import SessionAdmission
+from ownerserve.router.entry.queue import AdmissionQueue
+from ownerserve.router.entry.running import RunningLimit
 from ownerserve.router.policies import RoutingPolicy, make_policy
 from ownerserve.router.policies.apart import lacking, unmet
 from ownerserve.router.settings import Settings, derive
@@ -126,8 +128,8 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
             order = partial(NextUse, fleet.foresight.next_s)
             parts = msgspec.structs.replace(parts, order=order)
     nodes = NodeMaker(setup, pace, model)
-    if setup.seats is not None:
-        fleet.admission = SimAdmissionQueue(heap, SessionAdmission(router.fleet, setup.seats))
+    if setup.seats is not None or setup.queue.running_max is not None:
+        fleet.admission = SimAdmissionQueue(heap, _queue(setup, router), router.sessions)
     make = _machines(setup, pace, nodes, parts)
     for index in range(setup.workers):
         nic = duplex(f"w{index} nic", _medium(setup.links.nic_gb_s, setup.links.nic_ms))
@@ -140,6 +142,17 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
         raise lacking(setup.policy, action, setup.workers)
     Injector(heap, fleet, nodes.disks).plan(setup.faults)
     return Built(heap, fleet, pace, settings, nodes)
+
+
+def _queue(setup: SimSetup, router: RouterState) -> AdmissionQueue:
+    """Return the queue before the fleet, as a gateway makes it."""
+    running_max = setup.queue.running_max
+    return AdmissionQueue(
+        None if setup.seats is None else SessionAdmission(router.fleet, setup.seats),
+        None if running_max is None else RunningLimit(router.fleet, running_max),
+        settings=setup.queue,
+        running=lambda: router.live,
+    )
 
 
 def _check_abilities(setup: SimSetup, spec: ModelSpec, block_tokens: int) -> None:

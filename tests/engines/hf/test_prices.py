@@ -144,5 +144,5 @@ def test_three_small_sessions_have_seats_on_a_small_worker(fleet: Fleet) -> None
     for _ in range(2):
         for name in "abc":
             fleet.turn(0, [ord(name)] * 10, f"seat-{name}")
-    admission = fleet.gateway.gateway.turns.admission.admission
+    admission = fleet.gateway.gateway.turns.admission.seats
     assert admission is not None and admission.impatient == 0

@@ -192,6 +192,17 @@ def test_choices_seeds_and_stop(served: Served) -> None:
     assert (by_id.message.content, by_id.finish_reason) == (text[: text.index(text[4])], "stop")
 
 
+def test_a_turns_line_in_the_log_has_the_gateways_ids(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="ownerserve.engines.hf.http.server")
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    told = {"x-request-id": "mine-1", "traceparent": trace}
+    answer = ask(served, extra_headers=told)
+    (line,) = [one for one in caplog.messages if "mine-1" in one]
+    assert line == f"turn {answer.id.removeprefix('chatcmpl-')}: request 'mine-1', trace '{trace}'"
+
+
 def test_two_streamed_choices_keep_apart(served: Served) -> None:
     whole = ask(served, n=2, temperature=1.0, seed=7)
     texts = ["", ""]

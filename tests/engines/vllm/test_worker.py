@@ -26,9 +26,12 @@ from ownerserve.engines.vllm.worker_side.readers import Readers
 from ownerserve.engines.vllm.worker_side.streams import HostStream
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import SpecMismatch
+from ownerserve.kv.messages import Tier
+from ownerserve.kv.units import MIB
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.events import Kept, NotKept
 from ownerserve.store.format.model import ArtifactKind, Meta, MissReason, Want
+from tests.support.store.samples import bytes_held
 
 pytestmark = pytest.mark.engine
 
@@ -270,6 +273,34 @@ def test_a_load_is_over_when_its_last_bite_is_and_not_when_one_fails(
     may_write.set()
     report = until(worker, lambda report: bool(report.loads))
     assert report.loads[0].reason == MissReason.IO_ERROR
+
+
+def test_what_host_memory_has_is_verified_bite_by_bite_and_a_bad_bite_is_written_nowhere(
+    tmp_path: Path, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that flipped in host memory fails the load; the record's other copy is on the drive."""
+    codec: Any = pages
+    backing = open_backing(tmp_path, 64 * MIB)
+    assert backing is not None
+    side = WorkerSide(backing, codec, HostStream(), readers=2)
+    try:
+        save(side, 1)
+        until(side, lambda report: report.kept == (1,))
+        pages.bite_bytes = SIZE // 2
+        monkeypatch.setattr(worker_module, "WRITE_BYTES", SIZE // 2)
+        assert not loaded(side, 1).loads[0].reason
+        assert {(taken.tier, taken.bytes) for taken in backing.tiers.timings} == {
+            (Tier.HOST, SIZE // 2)
+        }
+        pages.written.clear()
+        bytes_held(backing.tiers.tiers[0], meta(1).id)[SIZE - 1] ^= 1
+        (bad,) = loaded(side, 1).loads
+        assert (bad.reason, bad.failed_id) == (MissReason.CORRUPT, meta(1).id)
+        assert not pages.written  # both bites lie in the one chunk
+        assert not loaded(side, 1).loads[0].reason
+        assert b"".join(pages.written) == b"k" * SIZE
+    finally:
+        side.close()
 
 
 def test_a_load_that_is_late_is_given_up_whole_and_its_records_stay(

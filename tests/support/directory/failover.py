@@ -27,7 +27,7 @@ import redis
 
 from ownerserve.directory import messages as ask
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
-from ownerserve.directory.valkey.primary import parse_source
+from ownerserve.directory.valkey.source import parse_source
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import Epoch, RoutingUnit, later
 from tests.support.directory.servers import Server, find_binary

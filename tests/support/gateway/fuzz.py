@@ -112,8 +112,8 @@ class Fuzz:
         except Malformed:
             self.came["malformed"] += 1
             return
-        scan_usage(reader.tail)
-        scan_response_id(reader.tail)
+        scan_usage(reader.payload.tail)
+        scan_response_id(reader.payload.tail)
         if (found := reader.head) is None:
             self.came["no head"] += 1
             return

@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.children import importing
 from tests.support.gateway.world import header
 from tests.support.waits import until
 
@@ -24,14 +25,30 @@ SLOW_S = 0.5
 """How long /...slow takes to answer."""
 
 
+COUNTED = b'"counted"'
+"""A body with this in it is answered with its `usage`: a byte is a token, and what the session's
+last turn here had is cached."""
+_had: dict[bytes, int] = {}
+
+
+def _counted(session: bytes, tokens: int) -> bytes:
+    cached, _had[session] = min(_had.get(session, 0), tokens - 1), tokens
+    details = b'"prompt_tokens_details": {"cached_tokens": %d}' % cached
+    return b'{"usage": {"prompt_tokens": %d, "completion_tokens": 1, %b}}' % (tokens, details)
+
+
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(int(header(head, b"content-length") or 0))
+            body = await reader.readexactly(int(header(head, b"content-length") or 0))
             path = head.split(b" ", 2)[1]
             if path.endswith(b"slow"):
                 await asyncio.sleep(SLOW_S)
+            if COUNTED in body:
+                said = _counted(header(head, b"x-session-id") or b"", len(body))
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(said) + said)
+                continue
             if not path.endswith(b"stream"):
                 status = b"404 No" if path.startswith(b"/ownerserve/") else b"200 OK"
                 writer.write(b"HTTP/1.1 %b\r\ncontent-length: 2\r\n\r\n{}" % status)
@@ -53,8 +70,14 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def _main() -> None:
-    server = await asyncio.start_server(_serve, "127.0.0.1", 0, backlog=4096)
-    print(server.sockets[0].getsockname()[1], flush=True)
+    place = sys.argv[1] if sys.argv[1:] else "127.0.0.1:0"
+    if place.startswith("/"):
+        server: asyncio.Server = await asyncio.start_unix_server(_serve, place)
+        print(0, flush=True)
+    else:
+        host, port = place.split(":")
+        server = await asyncio.start_server(_serve, host, int(port), backlog=4096)
+        print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
 
@@ -69,6 +92,10 @@ class WorkerProcess:
         """SIGSTOP: the kernel goes on to accept, and nobody answers."""
         self._process.send_signal(signal.SIGSTOP)
 
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()
@@ -76,10 +103,14 @@ class WorkerProcess:
 
 
 @contextmanager
-def worker_process() -> Iterator[WorkerProcess]:
-    """A worker that listens, until the end."""
+def worker_process(
+    path: Path | None = None, *, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[WorkerProcess]:
+    """A worker that listens, at a Unix socket where `path` is given, until the end."""
     command = [sys.executable, "-m", "tests.support.gateway.process"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    command.append(f"{host}:{port}" if path is None else str(path))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=importing(), stdout=pipe, text=True) as process:
         assert process.stdout is not None
         try:
             yield WorkerProcess(process, int(process.stdout.readline()))
@@ -110,7 +141,9 @@ def gateway_process(
     if descriptors is not None:
         command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
     with said.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            command, env=importing(), stdout=out, stderr=subprocess.STDOUT, text=True
+        )
     try:
         until(lambda: ready.exists() or process.poll() is not None, within_s=60.0)
         assert ready.exists(), said.read_text()

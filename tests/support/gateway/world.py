@@ -27,6 +27,8 @@ class FakeEngine:
         """Further header lines of every answer."""
         self.refuses: tuple[int, str] | None = None
         """Status and reason of an admission that says no."""
+        self.loses_places = False
+        """A turn that comes to a place finds it gone."""
         self.cached_tokens: int | None = None
         self.usage: bytes | None = None
         """What its answers say of their size, instead of what is so."""
@@ -98,8 +100,8 @@ class FakeEngine:
     ) -> None:
         path = head.split(b" ", 2)[1]
         says = "".join(f"{name}: {value}\r\n" for name, value in self.says.items()).encode()
-        if self.refuses is not None and path.startswith(b"/v1/chat"):
-            status, reason = self.refuses
+        if (refusal := self._refusal_of(path, head)) is not None:
+            status, reason = refusal
             says += b"x-ownerserve-refusal: %b\r\n" % reason.encode() if reason else b""
             writer.write(b"HTTP/1.1 %d No\r\n%bcontent-length: 2\r\n\r\n{}" % (status, says))
             return
@@ -145,6 +147,11 @@ class FakeEngine:
             b"x-request-id: engine\r\n%bcontent-length: %d\r\n\r\n%b" % (says, len(text), text)
         )
         await writer.drain()
+
+    def _refusal_of(self, path: bytes, head: bytes) -> tuple[int, str] | None:
+        if self.loses_places and b'"reservation":' in head:
+            return 409, "unknown_reservation"
+        return self.refuses if path.startswith(b"/v1/chat") else None
 
     async def _refuse_by_half(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -280,6 +287,10 @@ class World:
         client = Client(*await asyncio.open_connection("127.0.0.1", self.gateway.port))
         self._clients.append(client)
         return client
+
+    def keep(self, client: Client) -> None:
+        """Hang up at the end, as on its own clients."""
+        self._clients.append(client)
 
     def engine_of(self, answer: Answer) -> FakeEngine:
         """The engine that an answer says it came from."""

@@ -70,6 +70,13 @@ def sending() -> dict[str, Any]:
     )
 
 
+def example(folder: Path) -> dict[str, Any]:
+    """vLLM's example of a connector: who computes a prompt writes it to a folder that all share,
+    and who is asked for it reads it there."""
+    settings = {"shared_storage_path": str(folder)}
+    return _transfer({"kv_connector": "ExampleConnector", "kv_connector_extra_config": settings})
+
+
 def multi(*connectors: dict[str, Any]) -> dict[str, Any]:
     """Connectors in this order under vLLM's MultiConnector."""
     children = [connector["kv_transfer_config"] for connector in connectors]

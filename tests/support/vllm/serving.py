@@ -82,6 +82,9 @@ def _settings(installed: Path | None) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_COMPILE_DISABLE": "1",
+        # Of a server that is told --otlp-traces-endpoint.
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
     }
 
 

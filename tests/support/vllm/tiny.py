@@ -254,9 +254,10 @@ IMPORTS: Mapping[str, tuple[str, ...]] = {SEEING: ("tests.support.vllm.without_t
 """Modules that a family's worker imports before its engine is built."""
 
 
-RUNS_FROM: Mapping[str, tuple[int, ...]] = {"gptoss": (0, 31)}
+RUNS_FROM: Mapping[str, tuple[int, ...]] = {"gptoss": (0, 31), "lfm2": (0, 32)}
 """The first vLLM whose CPU build runs a family at all: 0.30's attention sinks take bfloat16 only
-(`expected scalar type BFloat16 but found Float`)."""
+(`expected scalar type BFloat16 but found Float`); 0.31's short convolutions are four wide
+(`causal_conv1d_weight_pack: support only width of 4`), LFM2's are three."""
 
 
 def write_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:

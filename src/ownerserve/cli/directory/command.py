@@ -93,7 +93,8 @@ def command() -> None:
 @click.option(
     "--backend",
     metavar="URL",
-    help="valkey://HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME; default: this process.",
+    help="valkey://[USER@]HOST:PORT[,HOST:PORT] or sentinel://HOST:PORT/NAME, valkeys:// or"
+    " sentinels:// for TLS, ?password-file=FILE&ca-file=FILE behind it; default: this process.",
 )
 @click.option(
     "--lease",
@@ -296,12 +297,21 @@ def _shared(backend: str, lease_s: float, min_replicas: int) -> Directory:
     InvalidInput without it."""
     try:
         from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
-        from ownerserve.directory.valkey.primary import parse_source
+        from ownerserve.directory.valkey.primary import BackendRefused
+        from ownerserve.directory.valkey.source import parse_source
     except ImportError as error:
         mend = "pip install 'ownerserve[valkey]'"
         raise InvalidInput("--backend", f"needs a client library ({error})", mend) from error
     options = ValkeyOptions(lease_s=lease_s, min_replicas=min_replicas)
-    return ValkeyDirectory(parse_source(backend), options)
+    directory = ValkeyDirectory(parse_source(backend), options)
+    try:
+        directory.reach()
+    except BackendRefused as error:
+        problem, _, mend = str(error).rpartition("; ")
+        raise InvalidInput("--backend", problem, mend) from error
+    except PeerLost as error:
+        click.echo(f"warning: {error}: it is tried again with each request", err=True)
+    return directory
 
 
 def _report(

@@ -27,7 +27,7 @@ from ownerserve.directory.decisions.sweep import sweep
 from ownerserve.directory.decisions.transaction import Moment, Transaction
 from ownerserve.directory.messages import DirectoryRefusal, Ended, Outcome, Refused, Request
 from ownerserve.directory.port import LEASE_S, SWEEP_IDLE_S, DirectoryStatus
-from ownerserve.directory.valkey.primary import ValkeySource, find_primary
+from ownerserve.directory.valkey.primary import explained, find_primary
 from ownerserve.directory.valkey.records import (
     NAMESPACE,
     PROVISIONAL,
@@ -40,6 +40,7 @@ from ownerserve.directory.valkey.records import (
     with_counter,
 )
 from ownerserve.directory.valkey.scripts import BEGIN, COMMIT
+from ownerserve.directory.valkey.source import ValkeySource
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.messages import NONCE_LIMIT, Epoch, Term, later
 
@@ -174,8 +175,18 @@ class ValkeyDirectory:
                     self._client.unlink(*names)
         except RedisError as error:
             self._lost(error)
-            raise PeerLost(f"valkey: {error}") from error
+            raise explained(error, "the primary") from error
         return self.status()
+
+    def reach(self) -> None:
+        """Connect, and do what every request does first. Raises PeerLost when nobody answers, and
+        BackendRefused, which is one, when an operator must act."""
+        try:
+            self._connect()
+            self._began(self._client, None)
+        except (RedisError, PeerLost) as error:
+            self._disconnect()
+            raise self._told(error) from error
 
     def close(self) -> None:
         self._disconnect()
@@ -298,11 +309,14 @@ class ValkeyDirectory:
             self._client = client
             self._scripts = (client.script_load(BEGIN), client.script_load(COMMIT))
 
-    def _lost(self, error: Exception) -> None:
+    def _lost(self, error: RedisError | PeerLost) -> None:
         level = logging.DEBUG if self._is_lost else logging.WARNING  # once an outage
-        log.log(level, "directory backend lost: %s: %s", type(error).__name__, error)
+        log.log(level, "directory backend lost: %s", self._told(error))
         self._is_lost = True
         self._disconnect()
+
+    def _told(self, error: RedisError | PeerLost) -> PeerLost:
+        return error if isinstance(error, PeerLost) else explained(error, "the primary")
 
     def _disconnect(self) -> None:
         """Close the connection: one that failed once is not used again, for its late answers would

@@ -8,7 +8,9 @@ apart.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,25 +20,71 @@ import msgspec
 from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.listening import LOOPBACK, UNIX, parse_unix
+from ownerserve.router.messages import Arm
+from ownerserve.router.worker import WorkerRole
 
 KEY_MAX_CHARACTERS = 4096
 
 
 class Address(msgspec.Struct, frozen=True):
-    """An address is where a worker listens. Its id is "host:port".
+    """An address is where a worker listens. Its id is "host:port", or "unix:/path".
 
-    `models`: what it serves, by its operator's word; none: what it says itself.
+    `models`: what it serves, by its operator's word; none: what it says itself. `certified`: the
+    name that an https worker's certificate must have, where that is not `host`. `path`: a Unix
+    socket of this machine, in place of a port. `role`: which part of a turn it takes, by its
+    operator's word, who vouches that its engine sends and takes state; None: as it says itself.
+    `arm`: whose sessions run there, where the canary has workers of its own.
     """
 
     host: str
     port: int
     scheme: str = "http"
     models: tuple[str, ...] = ()
+    certified: str | None = None
+    path: str | None = None
+    role: WorkerRole | None = None
+    arm: Arm = Arm.MAIN
 
     @property
     def worker(self) -> WorkerId:
-        """`worker` is the worker's name in this gateway: host:port."""
-        return WorkerId(f"{self.host}:{self.port}")
+        """`worker` is the worker's name in this gateway."""
+        return WorkerId(f"{self.host}:{self.port}" if self.path is None else f"unix:{self.path}")
+
+    @property
+    def url(self) -> str:
+        """`url` names the worker as its operator does."""
+        if self.path is not None:
+            return f"{UNIX}{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+
+async def connected(
+    address: Address, tls: ssl.SSLContext | None, make: Callable[[], asyncio.Protocol]
+) -> asyncio.Transport:
+    """Connect a protocol that `make` makes to the worker there, and return its transport; `tls`
+    counts for https alone. Raises OSError when there is no connection, ConnectionRefusedError when
+    nobody listens."""
+    loop = asyncio.get_running_loop()
+    if address.path is not None:
+        try:
+            transport, _ = await loop.create_unix_connection(make, address.path)
+        except FileNotFoundError as error:
+            raise ConnectionRefusedError(error.errno, f"{address.path} is not there") from error
+        return transport
+    is_tls = address.scheme == "https"
+    try:
+        transport, _ = await loop.create_connection(
+            make,
+            address.host,
+            address.port,
+            ssl=tls if is_tls else None,
+            server_hostname=address.certified if is_tls else None,
+        )
+    except UnicodeError as error:
+        raise OSError(f"{address.host!r} is no host: {error}") from error
+    return transport
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -99,13 +147,14 @@ def read_key(path: Path, *, field: str) -> str:
 
 
 def parse_worker(url: str) -> Address:
-    """Return the address in "http://host:port" or "https://host:port", with the models that the
-    operator says it serves after "=": "http://host:port=model-a,model-b". Raises InvalidInput."""
+    """Return the address in "http://host:port", "https://host:port" or "unix:///path", with the
+    models that the operator says it serves after "=" ("http://host:port=model-a,model-b") and its
+    role before "+" ("prefill+http://host:port"); "http://host:port#canary" is the canary's. Raises
+    InvalidInput."""
     mend = "write it like http://127.0.0.1:8001, or http://127.0.0.1:8001=model-a,model-b"
-    place, assigned, names = url.partition("=")
-    models = tuple(name.strip() for name in names.split(","))
-    if assigned and not all(models):
-        raise InvalidInput("worker", f"{url!r} assigns no model", mend)
+    place, terms = split_terms(url, field="worker", mend=mend)
+    if place.startswith(UNIX):
+        return terms.at(LOOPBACK, 0, path=str(parse_unix(place, field="worker")))
     try:
         parts = urlsplit(place)
         port = parts.port
@@ -116,7 +165,57 @@ def parse_worker(url: str) -> Address:
     if parts.path not in ("", "/") or parts.query:
         raise InvalidInput("worker", f"{url!r} has a path", mend)
     _check_host(place, parts.hostname, port)
-    return Address(parts.hostname, port, parts.scheme, models if assigned else ())
+    return terms.at(parts.hostname, port, scheme=parts.scheme)
+
+
+class WorkerTerms(msgspec.Struct, frozen=True):
+    """A worker's terms are what an operator says of a worker beside its place."""
+
+    models: tuple[str, ...]
+    role: WorkerRole | None
+    arm: Arm
+
+    def at(
+        self,
+        host: str,
+        port: int,
+        *,
+        scheme: str = "http",
+        certified: str | None = None,
+        path: str | None = None,
+    ) -> Address:
+        """Return the address of a worker at this place, of which these terms are said."""
+        return Address(
+            host, port, scheme, self.models, certified, path, role=self.role, arm=self.arm
+        )
+
+
+def split_terms(text: str, *, field: str, mend: str) -> tuple[str, WorkerTerms]:
+    """Return the place in "role+place#arm=model,model", and the terms around it. Raises
+    InvalidInput naming `field`."""
+    place, assigned, names = text.partition("=")
+    said, plus, rest = place.partition("+")
+    role = None
+    if plus and "/" not in said:
+        role, place = parse_role(said), rest
+    models = tuple(name.strip() for name in names.split(",")) if assigned else ()
+    if not all(models):
+        raise InvalidInput(field, f"{text[:200]!r} assigns no model", mend)
+    place, _, fragment = place.partition("#")
+    if fragment not in ("", *Arm):
+        mend = "write #canary for a worker of the canary's, or nothing"
+        raise InvalidInput(field, f"{text[:200]!r}: there is no arm {fragment[:80]!r}", mend)
+    return place, WorkerTerms(models, role, Arm(fragment or Arm.MAIN))
+
+
+def parse_role(said: str) -> WorkerRole:
+    """Return the role that an operator gives a worker. Raises InvalidInput."""
+    try:
+        return WorkerRole(said)
+    except ValueError as error:
+        roles = ", ".join(role.value for role in WorkerRole)
+        mend = f"write one of {roles}, like prefill+http://127.0.0.1:8001"
+        raise InvalidInput("worker", f"{said[:80]!r} is no role", mend) from error
 
 
 def _check_host(place: str, host: str, port: int) -> None:

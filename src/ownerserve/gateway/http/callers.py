@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Protocol
 
 import msgspec
 
 from ownerserve.gateway.http.replies import Rejected
+from ownerserve.router.entry.terms import NO_TERMS, TenantTerms
 from ownerserve.router.requests.identity import tenant_of
 
 _BEARER = b"bearer "
@@ -33,19 +35,29 @@ class Salting(msgspec.Struct, frozen=True):
     def salt(self, own: str) -> str:
         """Return the salt of a request: 64 hex digits. A client's `own` salt parts its prompts
         further, and never joins them to another tenant's."""
-        parts = (_DOMAIN, self.shared_by.encode(), own.encode("utf-8", "surrogatepass"))
-        return hmac.digest(self.secret, b"\0".join(parts), "sha256").hex()
+        return (_salt if own else _kept_salt)(self.secret, self.shared_by, own)
 
     def __repr__(self) -> str:
         return f"Salting({self.shared_by!r})"
 
 
+def _salt(secret: bytes, shared_by: str, own: str) -> str:
+    parts = (_DOMAIN, shared_by.encode(), own.encode("utf-8", "surrogatepass"))
+    return hmac.digest(secret, b"\0".join(parts), "sha256").hex()
+
+
+_kept_salt = lru_cache(1024)(_salt)
+
+
 class Caller(msgspec.Struct, frozen=True):
     """A caller is a tenant: sessions of two never meet. `salting` None: what engines keep is parted
-    by clients' own salts alone."""
+    by clients' own salts alone. `canary_share`: of its sessions; None: what the gateway has for
+    all. `terms`: what it may take."""
 
     tenant: str
     salting: Salting | None = None
+    canary_share: float | None = None
+    terms: TenantTerms = NO_TERMS
 
 
 class Callers(Protocol):
@@ -71,6 +83,22 @@ class KeyedCallers:
     def __init__(self, by_digest: Mapping[bytes, Caller]) -> None:
         self._keys = tuple(by_digest.items())
 
+    @property
+    def tenants(self) -> dict[str, Caller]:
+        """The callers by their tenants' names."""
+        return {caller.tenant: caller for _, caller in self._keys}
+
+    def __eq__(self, other: object) -> bool:
+        """Say whether both let the same callers in by the same keys."""
+        return isinstance(other, KeyedCallers) and dict(self._keys) == dict(other._keys)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._keys))
+
+    def changed(self, change: Callable[[Caller], Caller]) -> KeyedCallers:
+        """Return these callers by the same keys, each as `change` makes it."""
+        return KeyedCallers({digest: change(caller) for digest, caller in self._keys})
+
     def of(self, headers: Mapping[bytes, bytes]) -> Caller:
         """Return the caller whose key the request brings, as `Authorization: Bearer` or
         `x-api-key`. Raises Rejected (401)."""
@@ -87,6 +115,18 @@ class KeyedCallers:
                 " send `Authorization: Bearer KEY` or `x-api-key: KEY`",
             )
         return found
+
+
+class ChangingCallers:
+    """Changing callers are those of a list that may be replaced: who reads requests asks for the
+    list of now, also on a connection that was opened under an earlier one."""
+
+    def __init__(self, callers: Callers) -> None:
+        self.now = callers
+
+    def of(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """Return the caller by a request's lower-case headers. Raises Rejected for who is none."""
+        return self.now.of(headers)
 
 
 def digest_of(key: bytes) -> bytes:

@@ -25,7 +25,15 @@ import msgspec
 
 from ownerserve.gateway.http.bodies import BodyBudget, HeldBody
 from ownerserve.gateway.http.callers import Callers
-from ownerserve.gateway.http.heads import HEALTH, Header, RequestHead, read_request_head
+from ownerserve.gateway.http.handing import Elsewhere, Given, Handing, KeptInput
+from ownerserve.gateway.http.heads import (
+    HEALTH,
+    Header,
+    RequestHead,
+    fit_request_id,
+    read_request_head,
+)
+from ownerserve.gateway.http.known_heads import KnownHeads, head_bytes
 from ownerserve.gateway.http.model_list import Models, model_answer
 from ownerserve.gateway.http.replies import Rejected, error_reply, fault, refused, reply
 from ownerserve.router.messages import Refusal
@@ -35,12 +43,13 @@ log = logging.getLogger("ownerserve.gateway")
 
 class HttpRequest(msgspec.Struct, frozen=True):
     """A request is whole, as the client sent it. `keep_alive`: another may follow. `held`: what its
-    body takes of the gateway's memory."""
+    body takes of the gateway's memory. `is_here`: it is known to be this process's to answer."""
 
     head: RequestHead
     body: bytes
     keep_alive: bool
     held: HeldBody
+    is_here: bool = False
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +63,8 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: float
     replaced: Set[bytes]
     callers: Callers
+    known: KnownHeads = msgspec.field(default_factory=KnownHeads)
+    """The heads that passed all of this before."""
 
 
 class RequestReader:
@@ -69,26 +80,44 @@ class RequestReader:
         self._callers = limits.callers
         self._parser = httptools.HttpRequestParser(self)
         self._items: list[HttpRequest | Rejected] = []
-        self._url = b""
+        self.target = b""
+        """What the newest request asks for, as far as it was read."""
         self._headers: list[Header] = []
-        self._head: RequestHead | None = None
+        self.head: RequestHead | None = None
+        """The head of the message that is being read, once it is whole."""
         self._read_bytes: int | None = None
         self._body: list[bytes] = []
-        self._body_bytes = 0
+        self.body_bytes = 0
+        self.is_here = False
+        """Whether the message that is being read is known to be this process's to answer."""
+        self.next_is_here = False
+        """Whether another process has said so of the next message."""
+        self._missing_bytes = 0
+        """What is missing of a body behind a known head, which the parser does not see."""
+        self._unknown: bytes | None = None
+        """The bytes of a head that may be known from now on."""
+        self._known = limits.known
         self._budget = budget
         self._held = budget.open()
 
     @property
+    def request_id(self) -> bytes | None:
+        """The client's own id of the message that is being read, where it has come and is fit."""
+        headers = self._headers if self.in_message else ()
+        given = [value for name, value in headers if name.lower() == b"x-request-id"]
+        return fit_request_id(given[0]) if len(given) == 1 else None
+
+    @property
     def in_head(self) -> bool:
         """`in_head` tells whether a head has begun and is not whole."""
-        return self.in_message and self._head is None
+        return self.in_message and self.head is None
 
     @property
     def awaits_continue(self) -> bool:
         """Whether the client has sent a head and wants to hear that its body is welcome."""
-        if not self.in_message or self._head is None or self._body:
+        if not self.in_message or self.head is None or self._body:
             return False
-        return self._head.special.get(b"expect", b"").lower() == b"100-continue"
+        return self.head.special.get(b"expect", b"").lower() == b"100-continue"
 
     def feed(self, data: bytes) -> list[HttpRequest | Rejected]:
         """Return the requests that are whole with `data`; a refusal comes last, and nothing after
@@ -96,9 +125,17 @@ class RequestReader:
         if self.over:
             return []
         try:
-            self._parser.feed_data(data)
-            if self.in_message and self._head is None:
-                self._count_read(len(data))
+            if self._missing_bytes:
+                data = self._take_body(data)
+            while data and not self.in_message:
+                rest = self._take_known(data)
+                if rest is None:
+                    break
+                data = rest
+            if data and not self._missing_bytes:
+                self._parser.feed_data(data)
+                if self.in_message and self.head is None:
+                    self._count_read(len(data))
         except httptools.HttpParserCallbackError as error:
             if not isinstance(error.__context__, Rejected):
                 raise
@@ -113,7 +150,7 @@ class RequestReader:
         return items
 
     def refuse(self, rejected: Rejected) -> None:
-        """Read nothing more; the next `feed` or `rest` gives the refusal."""
+        """Read nothing more; the next `feed` gives the refusal."""
         self.close()
         self._items.append(rejected)
 
@@ -123,10 +160,42 @@ class RequestReader:
         self._body = []
         self._held.let_go()
 
-    def rest(self) -> list[HttpRequest | Rejected]:
-        """Return what is whole and was not given out yet."""
-        items, self._items = self._items, []
-        return items
+    def _take_known(self, data: bytes) -> bytes | None:
+        """Take in a request, or its begin, whose head is known, and return what follows it; None
+        when it is not known. Raises Rejected."""
+        found = head_bytes(data)
+        if found is None:
+            return None
+        key, length, body_at = found
+        head = self._known.get(key)
+        if head is None:
+            self._unknown = key
+            return None
+        self.in_message, self.head, self.target = True, head, head.target
+        self._headers = []  # those of the message before are not this one's
+        self.body_bytes = 0
+        self.is_here, self.next_is_here = self.next_is_here, False
+        self._hold(length)
+        self._missing_bytes = length
+        return self._take_body(data[body_at:])
+
+    def _take_body(self, data: bytes) -> bytes:
+        """Take in what is missing of the body, and return what follows it."""
+        missing = self._missing_bytes
+        part = data if len(data) <= missing else data[:missing]
+        self._body.append(part)
+        self.body_bytes += len(part)
+        self._missing_bytes = missing - len(part)
+        if not self._missing_bytes:
+            self._is_whole(keep_alive=True)
+        return data[missing:]
+
+    def _hold(self, body_bytes: int) -> None:
+        """Take memory for a body of that length. Raises Rejected."""
+        if body_bytes > self._body_max_bytes:
+            raise self._body_too_large()
+        self._held = self._budget.open()
+        self._held.grow(body_bytes)
 
     def _count_read(self, read_bytes: int) -> None:
         """Bound a head whose end does not come: the parser holds it until a header is whole.
@@ -155,25 +224,26 @@ class RequestReader:
 
     def on_message_begin(self) -> None:
         self.in_message = True
-        self._url = b""
+        self.target = b""
         self._headers = []
-        self._head = self._read_bytes = None
+        self.head = self._read_bytes = None
         self._body = []
-        self._body_bytes = 0
+        self.body_bytes = 0
+        self.is_here, self.next_is_here = self.next_is_here, False
 
     def on_url(self, url: bytes) -> None:
-        self._url += url
+        self.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._head is None:  # else a trailer, which is not passed on
+        if self.head is None:  # else a trailer, which is not passed on
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         parser = self._parser
         version = parser.get_http_version()
-        head = self._head = read_request_head(
+        head = self.head = read_request_head(
             parser.get_method(),
-            self._url,
+            self.target,
             b"1.1" if version == "1.1" else version.encode(),
             headers=self._headers,
             replaced=self._replaced,
@@ -181,27 +251,28 @@ class RequestReader:
         )
         if head.bytes_held > self._head_max_bytes:
             raise self._head_too_large()
-        length = head.special.get(b"content-length")
-        if length is not None and int(length) > self._body_max_bytes:
-            raise self._body_too_large()
-        self._held = self._budget.open()
-        if length is not None:
-            self._held.grow(int(length))
+        self._hold(int(head.special.get(b"content-length", 0)))
+        if self._unknown is not None:
+            self._known.learn(self._unknown, head)
+            self._unknown = None
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
-        self._body_bytes += len(body)
-        if self._body_bytes > self._body_max_bytes:
+        self.body_bytes += len(body)
+        if self.body_bytes > self._body_max_bytes:
             raise self._body_too_large()
-        self._held.grow(self._body_bytes)
+        self._held.grow(self.body_bytes)
 
     def on_message_complete(self) -> None:
-        assert self._head is not None
+        self._is_whole(keep_alive=self._parser.should_keep_alive())
+
+    def _is_whole(self, *, keep_alive: bool) -> None:
+        """Give the request out that was read."""
+        assert self.head is not None
         self.in_message = False
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._body = []
-        keep_alive = self._parser.should_keep_alive()
-        self._items.append(HttpRequest(self._head, body, keep_alive, self._held))
+        self._items.append(HttpRequest(self.head, body, keep_alive, self._held, self.is_here))
         self._held = self._budget.open()
 
 
@@ -222,7 +293,7 @@ class Answering(Protocol):
     """An answering is whatever has one request answered (an exchange)."""
 
     def start(self) -> None:
-        """Begin to answer the request."""
+        """Begin to answer the request. Raises Elsewhere when another process is to answer it."""
         ...
 
     def abort(self) -> None:
@@ -247,6 +318,8 @@ class ClientPort(Protocol):
 
     draining: bool
     bodies: BodyBudget
+    handing: Handing | None
+    """Knows which requests are other processes' to answer; None: there are no others."""
 
     @property
     def limits(self) -> ClientLimits:
@@ -289,9 +362,9 @@ class ClientPort(Protocol):
 
 class ClientConnection(asyncio.Protocol):
     """A client connection owns one client's socket, the queue of its requests and the order of
-    answers."""
+    answers. `given`: what another process had read of it and not answered."""
 
-    def __init__(self, gateway: ClientPort) -> None:
+    def __init__(self, gateway: ClientPort, given: bytes = b"") -> None:
         self.connection_line = b""
         """The Connection header line of the present answer."""
         self._gateway = gateway
@@ -301,18 +374,38 @@ class ClientConnection(asyncio.Protocol):
         self._exchange: Answering | None = None
         self._held: HeldBody | None = None
         """What the body of the request that is being answered holds."""
+        self._target = b""
+        """What the request that is being answered asks for."""
         self._waiting_since_s = gateway.now()
-        self._reading = self._writable = True
+        self._reading = True
+        self.takes_more = True
+        """Whether the client reads as fast as it is sent to."""
         self._closing = False
+        self._given = given
+        self._reader.next_is_here = bool(given)
+        self._kept = None if gateway.handing is None else KeptInput()
+        self._leaves_for: int | None = None
+        """The process that the connection goes to once all is written."""
+        self.is_pumped = False
+        """Whether another process answers, over bytes that are passed on here."""
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._gateway.came(self)
+        if self._given:  # not from in here: the transport does not read yet, and can't be paused
+            asyncio.get_running_loop().call_soon(self._take_given)
+
+    def _take_given(self) -> None:
+        given, self._given = self._given, b""
+        self.data_received(given)
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
+            return
+        if self._given:
+            self._given += data
             return
         try:
             self._take(data)
@@ -323,6 +416,8 @@ class ClientConnection(asyncio.Protocol):
         """Take in what the client sent, and answer what is whole of it."""
         reader = self._reader
         idle = not reader.in_message
+        if self._kept is not None:
+            self._kept.add(data)
         items = reader.feed(data)
         if items:
             self._queue.extend(items)
@@ -330,6 +425,8 @@ class ClientConnection(asyncio.Protocol):
         elif reader.in_message and self._exchange is None:
             if idle:  # from here on the client is late, not idle
                 self._waiting_since_s = self._gateway.now()
+            if self._kept is not None and not self._queue and self._goes(self._kept):
+                return
             if reader.awaits_continue:
                 self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -348,13 +445,15 @@ class ClientConnection(asyncio.Protocol):
                 _log_fault(error)
 
     def pause_writing(self) -> None:
-        self._writable = False
+        self.takes_more = False
         if self._exchange is not None:
             self._exchange.pause()
 
     def resume_writing(self) -> None:
-        self._writable = True
-        if self._exchange is not None:
+        self.takes_more = True
+        if self._leaves_for is not None:
+            self._leave(self._leaves_for)
+        elif self._exchange is not None:
             self._exchange.resume()
         else:
             self._go_on()
@@ -379,7 +478,7 @@ class ClientConnection(asyncio.Protocol):
     def _advance(self) -> None:
         """Start the next request when none is being answered; keep the queue short."""
         queue = self._queue
-        while queue and self._exchange is None and self._writable and not self._closing:
+        while queue and self._exchange is None and self.takes_more and not self._closing:
             item = queue.popleft()
             if isinstance(item, Rejected):
                 self._refuse_and_linger(item)
@@ -392,17 +491,25 @@ class ClientConnection(asyncio.Protocol):
                 and not self._gateway.draining
             )
             self.connection_line = b"" if keeps else _CLOSE_LINE
+            self._target = head.target
             if head.target == HEALTH:
                 item.held.let_go()
-                self._answer_health()
+                self._answer_health(self._id_of(head))
+                self._stays()
                 continue
             path = head.target.partition(b"?")[0]
             if head.method == b"GET" and (path + b"/").startswith(b"/v1/models/"):
                 item.held.let_go()
-                self._answer_models(path)
+                self._answer_models(path, self._id_of(head))
+                self._stays()
                 continue
             self._exchange, self._held = self._gateway.begin(self, item), item.held
-            self._exchange.start()
+            try:
+                self._exchange.start()
+            except Elsewhere as elsewhere:
+                self._hand_over(elsewhere.process)
+                return
+            self._stays()
         self._balance_reading()
 
     def _balance_reading(self) -> None:
@@ -417,23 +524,94 @@ class ClientConnection(asyncio.Protocol):
         else:
             transport.pause_reading()
 
-    def _answer_health(self) -> None:
-        up = self._gateway.workers_up
-        status = HTTPStatus.OK if up else HTTPStatus.SERVICE_UNAVAILABLE
+    # Whose request it is
+
+    def _stays(self) -> None:
+        """Let the input of the request go that is answered here."""
+        if self._kept is None:
+            return
+        if self._queue or self._reader.in_message:
+            self._kept.drop_first()
+        else:
+            self._kept.drop_only()
+
+    def _goes(self, kept: KeptInput) -> bool:
+        """Return whether the connection goes to another process, by the head of a request whose
+        body is to come."""
+        reader, handing = self._reader, self._gateway.handing
+        if reader.head is None or reader.is_here or handing is None:
+            return False
+        try:
+            length = reader.head.special.get(b"content-length")
+            if handing.is_here(reader.head) and length is not None:
+                reader.is_here = True
+                kept.skip(int(length) - reader.body_bytes)
+        except Elsewhere as elsewhere:
+            self._hand_over(elsewhere.process)
+            return True
+        return False
+
+    def _hand_over(self, process: int) -> None:
+        """Have another process answer what is read and all that comes; not before the client has
+        all that was written to it."""
+        transport = self._transport
+        self._closing = True
+        self._answered()
+        self._drop_queue()
+        self._reader.close()
+        if transport is None or transport.is_closing():
+            return
+        if self._reading:
+            self._reading = False
+            transport.pause_reading()
+        self._leaves_for = process
+        self._waiting_since_s = self._gateway.now()
+        # Under TLS the transport stays, and its limits: bytes are passed on behind what is written.
+        is_kept = transport.get_extra_info("sslcontext") is not None
+        if transport.get_write_buffer_size() and not is_kept:
+            transport.set_write_buffer_limits(0)
+        else:
+            self._leave(process)
+
+    def _leave(self, process: int) -> None:
+        transport, handing, kept = self._transport, self._gateway.handing, self._kept
+        assert transport is not None and handing is not None and kept is not None
+        try:
+            given = handing.give(process, transport, kept.whole())
+        except Rejected as rejected:
+            self._leaves_for = None
+            self._refuse_and_linger(rejected)
+            return
+        self._leaves_for = None
+        if given is Given.WHOLE:
+            transport.abort()
+        else:
+            self.is_pumped = True
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _id_of(self, head: RequestHead) -> bytes:
+        """Return the request's id: the client's own, or a new one."""
+        return head.request_id or self._gateway.next_request_id()
+
+    def _answer_health(self, request_id: bytes) -> None:
+        up, is_ending = self._gateway.workers_up, self._gateway.draining
+        is_well = up and not is_ending
         self.write(
             reply(
-                status,
-                b'{"workers_up":%d}' % up,
-                request_id=self._gateway.next_request_id(),
+                HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE,
+                b'{"workers_up":%d%b}' % (up, b',"draining":true' if is_ending else b""),
+                request_id=request_id,
                 connection=b"close" if self.connection_line else b"keep-alive",
             )
         )
         self.answer_complete()
 
-    def _answer_models(self, path: bytes) -> None:
+    def _answer_models(self, path: bytes, request_id: bytes) -> None:
         """Answer with the union of what the workers serve, without asking a worker."""
         gateway = self._gateway
-        request_id = gateway.next_request_id()
         if not gateway.workers_up:
             self.answer_rejected(refused(Refusal.NO_WORKER), request_id)
             return
@@ -447,11 +625,13 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse_and_linger(self, rejected: Rejected) -> None:
         """Refuse, then read and drop input for a while: closing at once would reset the answer."""
-        request_id = self._gateway.next_request_id()
+        request_id = self._reader.request_id or self._gateway.next_request_id()
         self._gateway.rejected(rejected)
-        self.write(error_reply(rejected, request_id=request_id, connection=b"close"))
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write_eof()
+        target = self._reader.target
+        self.write(error_reply(rejected, target, request_id=request_id, connection=b"close"))
+        transport = self._transport
+        if transport is not None and not transport.is_closing() and transport.can_write_eof():
+            transport.write_eof()
         self._drop_queue()
         self._balance_reading()
         self._closing = True
@@ -474,7 +654,9 @@ class ClientConnection(asyncio.Protocol):
         back."""
         self._gateway.rejected(rejected)
         connection = b"close" if self.connection_line else b"keep-alive"
-        self.write(error_reply(rejected, request_id=request_id, connection=connection))
+        self.write(
+            error_reply(rejected, self._target, request_id=request_id, connection=connection)
+        )
         self.answer_complete()
 
     def answer_complete(self) -> None:
@@ -532,9 +714,11 @@ class ClientConnection(asyncio.Protocol):
 
     def expire(self, now: float, *, idle_timeout_s: float) -> None:
         """Close when the client has kept us waiting for a request too long."""
+        limits, reader, waited_s = self._gateway.limits, self._reader, now - self._waiting_since_s
+        if self._leaves_for is not None and waited_s > limits.body_timeout_s:
+            self._abort()
         if self._exchange is not None or self._closing:
             return
-        limits, reader, waited_s = self._gateway.limits, self._reader, now - self._waiting_since_s
         if not reader.in_message:
             if waited_s > idle_timeout_s:
                 self._close()

@@ -7,6 +7,9 @@ RPC lines, the directory and the admin port. When the house is full the door is 
 waits in the kernel's queue, and nobody inside is failed for want of a descriptor.
 
 A failure of the gateway's own says nothing of the worker that it was on its way to (`is_ours`).
+
+Where a certificate is served, who comes is inside from the first byte on, and a client once keys
+are agreed on.
 """
 
 from __future__ import annotations
@@ -17,9 +20,13 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
+
+from ownerserve.gateway.http.server_tls import HANDSHAKE_S, ServerTls
+from ownerserve.kv.listening import close_listener
 
 log = logging.getLogger("ownerserve.gateway")
 
@@ -82,28 +89,38 @@ def raise_descriptor_limit() -> None:
 
 
 class Door:
-    """The door owns the listening socket, and counts who is inside. `make` makes the protocol of
-    who comes."""
+    """The door has the listening socket, and counts who is inside. `make` makes the protocol of
+    who comes; `tls`: what they are met with, None: plain bytes; `end`: how the listener ends."""
 
     def __init__(
-        self, bound: socket.socket, make: Callable[[], asyncio.Protocol], *, clients_max: int
+        self,
+        bound: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+        *,
+        clients_max: int,
+        tls: ServerTls | None = None,
+        end: Callable[[socket.socket], None] = close_listener,
     ) -> None:
         self.clients_max = clients_max
         self.inside = 0
         self.shut_times = 0
         """How often the house was full."""
+        self.handshakes_failed = 0
+        """How many could not agree on keys, or brought no certificate that is asked for."""
         self.is_shut = False
         """Whether the house is full and nobody is let in."""
         self._bound = bound
         self._make = make
+        self._tls = tls
+        self._end = end
         self._loop = asyncio.get_running_loop()
         self._entering: set[asyncio.Task[None]] = set()
 
     @property
     def port(self) -> int:
-        """The port that clients come to."""
-        port: int = self._bound.getsockname()[1]
-        return port
+        """The port that clients come to; 0 for a Unix socket."""
+        place = self._bound.getsockname()
+        return 0 if isinstance(place, str) else int(place[1])
 
     def open(self) -> None:
         """Listen, and let in who comes."""
@@ -120,11 +137,16 @@ class Door:
             self.is_shut = False
             self._loop.add_reader(self._bound.fileno(), self._accept)
 
+    def let_last_in(self) -> None:
+        """Let in who has knocked already: the kernel hangs up on them when the door is closed."""
+        if not self.is_shut:
+            self._accept()
+
     def close(self) -> None:
         """Let nobody in any more."""
         if self._bound.fileno() >= 0:
             self._loop.remove_reader(self._bound.fileno())
-            self._bound.close()
+            self._end(self._bound)
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_AT_ONCE):
@@ -139,17 +161,34 @@ class Door:
                 log.warning("no client can be let in: %s", error)
                 self._shut()
                 return
-            self.inside += 1
-            task = self._loop.create_task(self._let_in(client))
-            self._entering.add(task)
-            task.add_done_callback(self._entering.discard)
+            self._enter(self._let_in(client, self._make, self._tls))
 
-    async def _let_in(self, client: socket.socket) -> None:
+    def let_in(self, client: socket.socket, make: Callable[[], asyncio.Protocol]) -> None:
+        """Let a client in that another process met; `make` makes its protocol."""
+        self._enter(self._let_in(client, make, None))
+
+    def _enter(self, entering: Coroutine[Any, Any, None]) -> None:
+        self.inside += 1
+        task = self._loop.create_task(entering)
+        self._entering.add(task)
+        task.add_done_callback(self._entering.discard)
+
+    async def _let_in(
+        self, client: socket.socket, make: Callable[[], asyncio.Protocol], tls: ServerTls | None
+    ) -> None:
         try:
             client.settimeout(0)
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._loop.connect_accepted_socket(self._make, client)
-        except OSError as error:  # it is gone again
+            if client.family != socket.AF_UNIX:
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls is None:
+                await self._loop.connect_accepted_socket(make, client)
+            else:
+                await self._loop.connect_accepted_socket(
+                    make, client, ssl=tls.context, ssl_handshake_timeout=HANDSHAKE_S
+                )
+        except OSError as error:  # it is gone again, or there were no keys to agree on
+            self.inside -= 1
+            self.handshakes_failed += self._tls is not None
             log.debug("a client left at the door: %s", error)
             client.close()
 

@@ -18,19 +18,30 @@ import msgspec
 
 _GAP = re.compile(rb"\r?\n\r?\n")
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
-_ENDS = (b"[DONE]", b'"message_stop"', b'"response.completed"')
-"""What stands in the last event of a stream that has come to its end."""
+_NEWLINE = 0x0A
+_END = re.compile(
+    rb"""^data:[ ]?\[DONE\] | "message_stop" | "response\.completed" """, re.MULTILINE | re.VERBOSE
+)
+"""What stands in the last event of a stream that has come to its end. An answer may speak of it
+too: in a text no line begins, and no quote stands bare."""
+
+
+def has_said_all(tail: bytes) -> bool:
+    """Return whether a stream whose last bytes are `tail` has said its last word, and only its
+    body's end may be missing."""
+    gap = list(_GAP.finditer(tail))
+    last = tail[gap[-2].end() if len(gap) > 1 else 0 :]
+    return _END.search(last) is not None
 
 
 def error_event(target: bytes, tail: bytes, *, code: str, message: str) -> bytes:
     """Return the bytes that end a stream with an error, in the dialect of the API at `target`;
     `tail` is the end of what its client has of the body. They are empty where that is the whole
     answer, and only the body's end is missing."""
+    if has_said_all(tail):
+        return b""
     gap = list(_GAP.finditer(tail))
     begun = tail[gap[-1].end() :] if gap else tail
-    last = tail[gap[-2].end() if len(gap) > 1 else 0 :]
-    if any(end in last for end in _ENDS):
-        return b""
     closed = b"\n" if b"data" in begun or (begun and not gap) else b""
     if target.startswith(b"/v1/messages"):
         said = {"type": "error", "error": {"type": "api_error", "message": message}}
@@ -65,6 +76,33 @@ def unframed(chunks: bytes) -> bytes:
         payload += chunks[end + 2 : end + 2 + size]
         at = end + 2 + size + 2
     return payload
+
+
+def split_events(payload: bytes) -> tuple[list[bytes], bytes]:
+    """Return the events that are whole in `payload`, each with the blank line that ends it, and
+    what has begun behind them."""
+    events, at = [], 0
+    for gap in _GAP.finditer(payload):
+        events.append(payload[at : gap.end()])
+        at = gap.end()
+    return events, payload[at:]
+
+
+def whole_frames(chunks: bytes) -> int:
+    """Return how many bytes of `chunks`, which begin with a chunk's frame, are whole frames up to
+    one that ends a line."""
+    at = whole = 0
+    while (end := chunks.find(b"\r\n", at)) >= 0:
+        try:
+            size = int(chunks[at:end].partition(b";")[0], 16)
+        except ValueError:
+            break
+        at = end + 2 + size + 2
+        if size == 0 or at > len(chunks):
+            break
+        if chunks[at - 3] == _NEWLINE:
+            whole = at
+    return whole
 
 
 def whole_events(payload: bytes) -> bytes:

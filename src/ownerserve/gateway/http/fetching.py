@@ -10,8 +10,8 @@ import asyncio
 
 import httptools
 
-from ownerserve.gateway.http.access import Access, Address
-from ownerserve.gateway.http.heads import Header
+from ownerserve.gateway.http.access import Access, Address, connected
+from ownerserve.gateway.http.heads import Header, read_response_head
 from ownerserve.kv.units import KIB, MIB
 
 ANSWER_MAX_BYTES = 4 * MIB
@@ -25,7 +25,7 @@ class SmallAnswer:
         self.status = 0
         self.headers: list[Header] = []
         self.body = b""
-        self.is_whole = False
+        self.has_head = self.is_whole = False
 
     @property
     def is_good(self) -> bool:
@@ -36,6 +36,9 @@ class SmallAnswer:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self.has_head = True
 
     def on_body(self, body: bytes) -> None:
         self.body += body
@@ -49,11 +52,10 @@ async def fetch(address: Address, target: bytes, access: Access) -> SmallAnswer:
     breaks."""
     answer = SmallAnswer()
     parser = httptools.HttpResponseParser(answer)
-    tls = access.tls if address.scheme == "https" else None
-    try:
-        reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls)
-    except UnicodeError as error:
-        raise OSError(f"{address.host!r} is no host: {error}") from error
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport = await connected(address, access.tls, lambda: protocol)
+    writer = asyncio.StreamWriter(transport, protocol, reader, asyncio.get_running_loop())
     try:
         writer.write(
             b"GET %b HTTP/1.1\r\nHost: %b:%d\r\n%bConnection: close\r\n\r\n"
@@ -65,6 +67,8 @@ async def fetch(address: Address, target: bytes, access: Access) -> SmallAnswer:
             if not data:
                 if not read_bytes:
                     raise ConnectionResetError("it ended without an answer")
+                head = read_response_head(parser.get_status_code(), b"", answer.headers)
+                answer.is_whole = answer.has_head and head.ends_by_close
                 break
             read_bytes += len(data)
             parser.feed_data(data)

@@ -8,7 +8,9 @@ may set.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Set
+from functools import lru_cache
 from http import HTTPStatus
 
 import msgspec
@@ -16,9 +18,12 @@ import msgspec
 from ownerserve.gateway.http.callers import Anybody, Caller, Callers
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.routes import check_route
+from ownerserve.gateway.http.trace_context import TRACE_HEADERS, joined
 from ownerserve.kv.wire.headers import (
     ACTION_HEADER,
     ANSWER_HEADER,
+    CLASS_HEADER,
+    DEADLINE_HEADER,
     ENGINE_SESSION_HEADER,
     EXPECTED_CACHED_HEADER,
     GROUP_HEADER,
@@ -31,7 +36,7 @@ from ownerserve.kv.wire.headers import (
     TURN_HEADER,
     WORKER_HEADER,
 )
-from ownerserve.router.requests.identity import IDENTITY_HEADERS
+from ownerserve.router.requests.identity import IDENTITY_HEADERS, SessionIdentity
 
 _PREFIX = PREFIX.encode()
 Header = tuple[bytes, bytes]
@@ -53,6 +58,8 @@ _OURS = frozenset(
     name.encode()
     for name in {
         ACTION_HEADER,
+        CLASS_HEADER,
+        DEADLINE_HEADER,
         EXPECTED_CACHED_HEADER,
         GROUP_HEADER,
         PRICED_HEADER,
@@ -78,14 +85,16 @@ _REQUEST_SPECIAL = (
         b"host",
         b"x-api-key",
     }
+    | TRACE_HEADERS
 )
 _DROPPED = HOP_BY_HOP | _OURS | {b"content-length", b"expect"}
-_DROPPED_OF_CLIENTS = _DROPPED | {ENGINE_SESSION_HEADER.encode()}
-"""A client's word for its session names it at the gateway; the worker gets the gateway's."""
+_DROPPED_OF_CLIENTS = _DROPPED | TRACE_HEADERS | {ENGINE_SESSION_HEADER.encode()}
+"""A client's word for its session names it at the gateway, and its trace goes on by the gateway's
+span: the worker gets the gateway's words."""
 _KEPT_BACK = frozenset({ANSWER_HEADER.encode(), PLAN_HEADER.encode()})
 """Lines of workers that name units, epochs and prices: a gateway says what of them goes on."""
 _EVENTS = b"text/event-stream"
-_REQUEST_ID_MAX = 128
+_REQUEST_ID = re.compile(rb"[0-9A-Za-z][-0-9A-Za-z._:/+=@~]{0,127}")
 HEALTH = b"/health"
 """What load balancers ask, without a key."""
 ANYBODY = Anybody()
@@ -101,6 +110,8 @@ class RequestHead(msgspec.Struct, frozen=True):
     lines: bytes
     special: dict[bytes, bytes]
     caller: Caller
+    named: dict[str, SessionIdentity] = msgspec.field(default_factory=dict)
+    """The session that the headers alone name, by the model, as far as it was asked for."""
 
     @property
     def bytes_held(self) -> int:
@@ -111,9 +122,7 @@ class RequestHead(msgspec.Struct, frozen=True):
     def request_id(self) -> bytes | None:
         """The client's own request id, when it is fit to be logged and passed on; else None."""
         given = self.special.get(b"x-request-id")
-        if not given or len(given) > _REQUEST_ID_MAX or not given.isascii():
-            return None
-        return given
+        return None if given is None else fit_request_id(given)
 
     def to_worker(self, request_id: bytes, body_bytes: int, *, orders: bytes = b"") -> bytes:
         """Return the head of the request as the worker gets it; `orders` are whole header lines."""
@@ -128,6 +137,12 @@ class RequestHead(msgspec.Struct, frozen=True):
             orders,
             request_id,
         )
+
+
+def fit_request_id(given: bytes) -> bytes | None:
+    """Return a client's request id where it is fit to be logged and passed on: 128 letters, digits
+    and -._:/+=@~ at most. Else None."""
+    return given if _REQUEST_ID.fullmatch(given) else None
 
 
 def read_request_head(
@@ -187,6 +202,9 @@ def _sorted(headers: list[Header], replaced: Set[bytes]) -> tuple[list[bytes], d
         key = name.lower()
         if key in _REQUEST_SPECIAL:
             if key in special:
+                if key in TRACE_HEADERS:  # never a reason to refuse
+                    special[key] = joined(key, special[key], value)
+                    continue
                 raise Rejected(
                     HTTPStatus.BAD_REQUEST,
                     "duplicate_header",
@@ -249,6 +267,18 @@ class ResponseHead(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, chunked=False)
 
 
+_NOT_ON = _DROPPED | _KEPT_BACK
+
+
+@lru_cache(512)
+def _special_of(name: bytes) -> bytes | None:
+    """Return a worker's header in lower case, if it is looked at; None when it goes on as it
+    came."""
+    key = name.lower()
+    is_looked_at = key in _NOT_ON or key in (b"content-type", b"content-encoding")
+    return key if is_looked_at or key.startswith(_PREFIX) else None
+
+
 def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> ResponseHead:
     """Sort a worker's headers into those that go on, those of our own, and those that say how the
     body ends."""
@@ -257,20 +287,19 @@ def read_response_head(status: int, phrase: bytes, headers: list[Header]) -> Res
     chunked, length = False, None
     has_events, is_encoded = False, False
     for name, value in headers:
-        key = name.lower()
-        if key in _DROPPED:
+        key = _special_of(name)
+        if key is not None:
             if key == b"content-length":
                 length = value
             elif key == b"transfer-encoding":
                 chunked = True
-            continue
-        if key == b"content-type":
-            has_events = value.startswith(_EVENTS)
-        elif key == b"content-encoding":
-            is_encoded = True
-        if key.startswith(_PREFIX):
-            stamp[key[len(_PREFIX) :]] = value
-            if key in _KEPT_BACK:
+            elif key == b"content-type":
+                has_events = value.startswith(_EVENTS)
+            elif key == b"content-encoding":
+                is_encoded = True
+            elif key.startswith(_PREFIX):
+                stamp[key[len(_PREFIX) :]] = value
+            if key in _NOT_ON:
                 continue
         lines += (name, b": ", value, b"\r\n")
     has_events = has_events and not is_encoded and length is None and status == HTTPStatus.OK

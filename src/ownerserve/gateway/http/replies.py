@@ -1,4 +1,5 @@
-"""This module makes the answers that are the gateway's own, in the error form of OpenAI's API."""
+"""This module makes the answers that are the gateway's own. Errors have the form of the API that
+was asked: OpenAI's, and Anthropic's for its messages."""
 
 from __future__ import annotations
 
@@ -15,11 +16,23 @@ class Rejected(Exception):
     client."""
 
     def __init__(
-        self, status: HTTPStatus, code: str, message: str, *, retry_after_s: int = 1
+        self,
+        status: HTTPStatus,
+        code: str,
+        message: str,
+        *,
+        retry_after_s: int = 1,
+        limit: str | None = None,
+        lines: bytes = b"",
     ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         """Told with a status that says that it is worth it."""
+        self.limit = limit
+        """Which of its tenant's limits the request is over; None: the fleet is full, or another
+        reason."""
+        self.lines = lines
+        """Further header lines of the answer."""
         self.status = status
         self.code = code
         self.message = message
@@ -90,34 +103,73 @@ def cut_short(failure: Failure) -> CutShort:
     return _CUT_SHORT.get(failure, _WORKER_LOST)
 
 
-def error_reply(rejected: Rejected, *, request_id: bytes, connection: bytes) -> bytes:
-    """Return a whole HTTP answer with the error; `connection` is "close" or "keep-alive"."""
-    kind = "invalid_request_error" if rejected.status < 500 else "server_error"
-    body = {
-        "error": {
-            "message": rejected.message,
-            "type": kind,
-            "code": rejected.code,
-            "param": None,
-        }
-    }
-    return reply(
-        rejected.status,
-        msgspec.json.encode(body),
+_MESSAGES = b"/v1/messages"
+_ANTHROPIC_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "overloaded_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+
+
+_OVERLOADED = 529
+"""Anthropic's status where another API has 429 for a fleet that is full."""
+
+
+def _is_messages(target: bytes) -> bool:
+    return target.startswith(_MESSAGES)
+
+
+def error_body(rejected: Rejected, target: bytes) -> bytes:
+    """Return the error as JSON, as the clients of the API at `target` read it."""
+    status, is_ours = rejected.status, rejected.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    if _is_messages(target):
+        kind = _ANTHROPIC_TYPES.get(status, "api_error" if is_ours else "invalid_request_error")
+        kind = "rate_limit_error" if rejected.limit else kind
+        said = {"type": kind, "message": rejected.message, "code": rejected.code}
+        error = {**said, "details": {"error_code": rejected.code}}
+        return msgspec.json.encode({"type": "error", "error": error})
+    kind = "server_error" if is_ours else "invalid_request_error"
+    if status is HTTPStatus.TOO_MANY_REQUESTS:
+        kind = rejected.limit or "rate_limit_error"
+    told = {"message": rejected.message, "type": kind, "code": rejected.code, "param": None}
+    return msgspec.json.encode({"error": told})
+
+
+def error_reply(
+    rejected: Rejected, target: bytes, *, request_id: bytes, connection: bytes
+) -> bytes:
+    """Return a whole HTTP answer with the error to a request for `target`; `connection` is "close"
+    or "keep-alive"."""
+    status, phrase = rejected.status.value, rejected.status.phrase
+    if status == HTTPStatus.TOO_MANY_REQUESTS and not rejected.limit and _is_messages(target):
+        status, phrase = _OVERLOADED, "Overloaded"
+    return _reply(
+        b"%d %b" % (status, phrase.encode()),
+        error_body(rejected, target),
+        rejected.lines + _line_of(rejected.status, rejected.retry_after_s),
         request_id=request_id,
         connection=connection,
-        retry_after_s=rejected.retry_after_s,
     )
 
 
-def reply(
-    status: HTTPStatus, body: bytes, *, request_id: bytes, connection: bytes, retry_after_s: int = 1
-) -> bytes:
+def reply(status: HTTPStatus, body: bytes, *, request_id: bytes, connection: bytes) -> bytes:
     """Return a whole HTTP answer with a JSON body."""
-    return b"HTTP/1.1 %d %b\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n" % (
+    said = b"%d %b" % (status, status.phrase.encode())
+    lines = _line_of(status, 1)
+    return _reply(said, body, lines, request_id=request_id, connection=connection)
+
+
+def _reply(
+    status: bytes, body: bytes, lines: bytes, *, request_id: bytes, connection: bytes
+) -> bytes:
+    return b"HTTP/1.1 %b\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n" % (
         status,
-        status.phrase.encode(),
-        _line_of(status, retry_after_s),
+        lines,
         len(body),
     ) + b"x-request-id: %b\r\nconnection: %b\r\n\r\n%b" % (request_id, connection, body)
 

@@ -1,8 +1,9 @@
 """The connections to workers send a request out, take its answer in, and go back to the pool.
 
 Bytes of the body are handed on as they came, chunk frames and all; never bytes past the end. The
-parser (AnswerReader) only watches for a body's end and shows its payload (without chunk frames), of
-which the last bytes are kept for the usage scan. A pool owns who is idle and who is not; the last
+reader (AnswerReader) only watches for a body's end and shows its payload (without chunk frames), of
+which the last bytes are kept for the usage scan. What comes as one whole chunk, as events do,
+passes its parser by. A pool owns who is idle and who is not; the last
 connection used is the first one taken: it is the least likely to be stale.
 
     IDLE ─send─> WAITING ─head─> BODY ─end─> IDLE (kept) | CLOSED
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import httptools
 
-from ownerserve.gateway.http.access import Access, Address
+from ownerserve.gateway.http.access import Access, Address, connected
 from ownerserve.gateway.http.door import is_ours
 from ownerserve.gateway.http.heads import Header, ResponseHead, read_response_head
 from ownerserve.kv.units import KIB
@@ -32,10 +35,45 @@ log = logging.getLogger("ownerserve.gateway")
 _HEAD_END = b"\r\n\r\n"
 _INTERIM = b"HTTP/1.1 1"
 _HEAD_MAX_BYTES = 64 * KIB
+_LINE_END = b"\r\n"
+_CHUNK_MAX_BYTES = 4 * KIB
+_SIZE_LINES = {
+    size + len(b"%x" % size) + 4: b"%x\r\n" % size for size in range(1, _CHUNK_MAX_BYTES)
+}
+"""What a whole chunk begins with, frame and all, by its length."""
+_TAIL_PIECES_MAX = 16
 
 
 class Malformed(Exception):
     """The worker's bytes are no answer, or more than one."""
+
+
+class AnswerPayload:
+    """A payload is a body without chunk frames, of which are kept the parts of the last read and
+    the last bytes of all."""
+
+    __slots__ = ("_last", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._last: list[bytes] = []
+
+    def take(self, part: bytes) -> None:
+        """Take in a part of the last read."""
+        last = self._last
+        last.append(part)
+        if len(last) > _TAIL_PIECES_MAX or len(part) > TAIL_BYTES:
+            self._last = [self.tail]
+
+    @property
+    def now(self) -> bytes:
+        """The bytes of the last read."""
+        return b"".join(self.parts)
+
+    @property
+    def tail(self) -> bytes:
+        """The last bytes of all."""
+        return b"".join(self._last)[-TAIL_BYTES:]
 
 
 class AnswerReader:
@@ -48,7 +86,8 @@ class AnswerReader:
     def begin(self, method: bytes) -> None:
         """Begin the answer to a request of `method`, to which the next bytes belong."""
         self.head: ResponseHead | None = None
-        self.tail = b""
+        self._is_between_chunks = False
+        """Whether the parser stands where a chunk begins, so that a whole one may pass it by."""
         self.complete = self.keep_alive = False
         self.in_chunk = False
         """Whether the last read ended amid a chunk."""
@@ -58,12 +97,7 @@ class AnswerReader:
         self._overrun = False
         self._phrase = b""
         self._headers: list[Header] = []
-        self._parts: list[bytes] = []
-
-    @property
-    def payload(self) -> bytes:
-        """The body bytes of the last read, without chunk frames."""
-        return b"".join(self._parts)
+        self.payload = AnswerPayload()
 
     def feed_head(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
         """Return None until the head is whole, then the head and the body bytes that came after it.
@@ -85,6 +119,7 @@ class AnswerReader:
         self._feed(data[:end] if self._bodiless else data)
         status = self._parser.get_status_code()
         self.head = read_response_head(status, self._phrase, self._headers)
+        self._look_where(data)
         if self._bodiless:
             self.complete, self.keep_alive = True, False
             return self.head, b""
@@ -92,8 +127,32 @@ class AnswerReader:
 
     def feed_body(self, data: bytes) -> None:
         """Parse body bytes, to be passed on as they are when this returns. Raises Malformed."""
-        self._parts.clear()
+        self.payload.parts.clear()
         self._feed(data)
+        self._look_where(data)
+
+    def skip(self, data: bytes) -> bool:
+        """Take in body bytes that are one whole chunk and stand where one begins, and return True;
+        else do nothing. A chunk whose size is not written as most write it is the parser's."""
+        if not self._is_between_chunks:
+            return False
+        line = _SIZE_LINES.get(len(data))
+        if line is None or not data.startswith(line) or not data.endswith(_LINE_END):
+            return False
+        part, payload = data[len(line) : -2], self.payload
+        payload.parts = [part]
+        payload.take(part)
+        return True
+
+    def _look_where(self, data: bytes) -> None:
+        """Look whether the parser stands between two chunks, as `data` was parsed."""
+        head = self.head
+        self._is_between_chunks = (
+            head is not None
+            and head.chunked
+            and data[-2:] == _LINE_END
+            and not (self.in_chunk or self.complete)
+        )
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -102,8 +161,8 @@ class AnswerReader:
             raise Malformed(str(error)) from error
         if self._overrun:
             raise Malformed("a worker sent more than its answer")
-        for part in self._parts:
-            self.tail = (self.tail + part if len(part) < TAIL_BYTES else part)[-TAIL_BYTES:]
+        for part in self.payload.parts:
+            self.payload.take(part)
 
     # httptools callbacks
 
@@ -118,7 +177,7 @@ class AnswerReader:
         self._headers.append((name, value))
 
     def on_body(self, body: bytes) -> None:
-        self._parts.append(body)
+        self.payload.parts.append(body)
 
     def on_chunk_header(self) -> None:
         self.in_chunk = True
@@ -131,6 +190,9 @@ class AnswerReader:
         self.keep_alive = self._parser.should_keep_alive()  # the parser knows only now
 
 
+RECEIVE_BUFFER_BYTES = 64 * KIB
+"""The kernel's for each connection: so much more than a slow client's own buffer may come at once,
+and is held until it reads. Left to itself the kernel takes megabytes."""
 _JOIN_MAX_BYTES = 16 * KIB
 """Below this, copying a body behind its head is cheaper than a second buffer."""
 
@@ -197,10 +259,16 @@ class UpstreamConnection(asyncio.Protocol):
     # What an exchange may do
 
     def send(
-        self, head: bytes, body: bytes, *, method: bytes, sink: HeadSink, patience_s: float
+        self,
+        head: bytes,
+        body: Sequence[bytes | memoryview],
+        *,
+        method: bytes,
+        sink: HeadSink,
+        patience_s: float,
     ) -> None:
-        """Send a request and report the answer to `sink`; who hears nothing for `patience_s`
-        gives it up (`look`)."""
+        """Send a request, its body in pieces, and report the answer to `sink`; who hears nothing
+        for `patience_s` gives it up (`look`)."""
         self._awaiting, self._relaying, self._opened = sink, None, None
         self._was_silent = False
         self._has_heard, self._patience_s = True, patience_s
@@ -208,10 +276,10 @@ class UpstreamConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():  # the loop has not told us yet
             self._lose(Failure.CLOSED)
-        elif len(body) <= _JOIN_MAX_BYTES:
-            transport.write(head + body)
+        elif sum(map(len, body)) <= _JOIN_MAX_BYTES:
+            transport.write(b"".join((head, *body)))
         else:
-            transport.writelines((head, body))
+            transport.writelines((head, *body))
 
     def abort(self) -> None:
         """Hang up; the worker sees it and stops. The sink hears nothing more."""
@@ -259,6 +327,13 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def bound_receiving(self) -> None:
+        """Let the kernel take little of an answer ahead of its client."""
+        if self._transport is not None:
+            self._transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES
+            )
+
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -266,9 +341,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.begun(self)
 
     def data_received(self, data: bytes) -> None:
-        sink = self._relaying or self._awaiting
+        body = self._relaying
+        sink = body or self._awaiting
         try:
-            self._take(data)
+            if body is not None and self.reader.skip(data):
+                self._was_silent, self._has_heard = False, True
+                body.answer_bytes(data)
+            else:
+                self._take(data)
         except Exception as error:  # noqa: BLE001 - a protocol callback: the request's root logs it
             self._failed(sink, error)
 
@@ -296,6 +376,7 @@ class UpstreamConnection(asyncio.Protocol):
             if body is not None:
                 reader.feed_body(data)
                 body.answer_bytes(data)
+                reader.payload.parts.clear()  # the client may be long in coming for more
             elif self._awaiting is None:  # a worker that speaks out of turn can't be trusted
                 self.abort()
                 return
@@ -308,6 +389,7 @@ class UpstreamConnection(asyncio.Protocol):
                 if self._awaiting is not awaiting:
                     return
                 self._awaiting, self._relaying = None, body
+                reader.payload.parts.clear()
         except Malformed:
             self._lose(Failure.MALFORMED)
             return
@@ -342,7 +424,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Report the end of a whole answer; the connection is freed first, so that it can be used
         at once."""
         reader = self.reader
-        tail, keeps = reader.tail, reader.keep_alive
+        tail, keeps = reader.payload.tail, reader.keep_alive
         reader.begin(b"")  # an idle connection keeps nothing of its last answer
         self._relaying = None
         transport = self._transport
@@ -383,7 +465,7 @@ class WorkerPool:
         self.address = address
         self.opened = 0
         self.reused = 0
-        self._tls = access.tls if address.scheme == "https" else None
+        self._tls = access.tls
         self._connect_timeout_s = connect_timeout_s
         self._idle_max = idle_max
         self._idle: dict[UpstreamConnection, None] = {}
@@ -420,19 +502,14 @@ class WorkerPool:
 
     async def open(self) -> UpstreamConnection:
         """Open a new connection at once. Raises OSError (TimeoutError among them)."""
-        loop = asyncio.get_running_loop()
         connection = UpstreamConnection(self)
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                await loop.create_connection(
-                    lambda: connection, self.address.host, self.address.port, ssl=self._tls
-                )
-        except UnicodeError as error:
-            connection.abort()
-            raise OSError(f"{self.address.host!r} is no host: {error}") from error
+                await connected(self.address, self._tls, lambda: connection)
         except BaseException:
             connection.abort()  # cancelled just as it came about: nobody else would close it
             raise
+        connection.bound_receiving()
         self.opened += 1
         return connection
 

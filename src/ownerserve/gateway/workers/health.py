@@ -7,7 +7,8 @@ once a life for `/v1/models`. A worker is up with its first good answer, and dow
 ones in a row; when nobody listens at its port any more, at once.
 
 Owns counts, the last statement, and what was wrong with it: a statement that can't be read costs a
-warning, never a worker.
+warning, never a worker. How soon it answers is looked at by the way (pace.py): that is told, and
+takes no worker out.
 
 Owns too what stands in for a part that a statement leaves out (`profile_of`, pure).
 """
@@ -31,6 +32,7 @@ from ownerserve.gateway.http.heads import read_response_head
 from ownerserve.gateway.http.model_list import Models, Unlearnt, read_models, stated_models
 from ownerserve.gateway.stamps import MODEL, read_stamp
 from ownerserve.gateway.workers.components import ComponentMemory, read_components
+from ownerserve.gateway.workers.pace import Pace, ProbeWatch
 from ownerserve.kv.ids import Incarnation
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.wire.status import (
@@ -144,7 +146,12 @@ class HealthMonitor:
     """A monitor probes one worker, and tells what it finds."""
 
     def __init__(
-        self, address: Address, config: Config, *, access: Access, tell: Callable[[News], None]
+        self,
+        address: Address,
+        config: Config,
+        *,
+        access: Access,
+        tell: Callable[[News | Pace], None],
     ) -> None:
         self.address = address
         self.problems: tuple[str, ...] = ()
@@ -164,6 +171,7 @@ class HealthMonitor:
         self._config = config
         self._access = access
         self._tell = tell
+        self._watch = ProbeWatch(address.worker, config.health_slow_s, tell)
         self._bad = 0
         self._states_itself = True
         """Until it has answered 404: asked again after it was down."""
@@ -171,6 +179,11 @@ class HealthMonitor:
         self._rank: int | None = None
         """The rank that was said last: an address is one process, and so one rank."""
         self._has_listed = False
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether its probes are answered late, or the present one is not answered so far."""
+        return self._watch.is_slow
 
     async def run(self) -> None:
         """Probe until cancelled, the first time after one interval, and tell the news."""
@@ -187,9 +200,11 @@ class HealthMonitor:
         """Ask once and return the news; none after a first bad answer, which says nothing yet, and
         none where the gateway itself could not ask."""
         worker = self.address.worker
+        self._watch.asked()
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
                 up = await self._by_status() or await self._by_health()
+            self._watch.answered()
             if up is not None:
                 self._bad = 0
                 return await self._as_learnt(up)
@@ -200,8 +215,10 @@ class HealthMonitor:
             self._forget()
             return [WorkerDown(worker, Down.UNREACHABLE)]
         except ssl.SSLError as error:
-            self._note((f"tls: {error.reason or error}",))
             self.cause = f"tls: {error.reason or error}"
+            if isinstance(error, ssl.SSLCertVerificationError):
+                self.cause += f": {error.verify_message}"
+            self._note((self.cause,))
         except TimeoutError:
             self.cause = f"no answer in {self._config.health_timeout_s:g} s"
         except OSError as error:
@@ -211,6 +228,8 @@ class HealthMonitor:
         except Exception:  # a task's root: what can't be read is a bad answer, and it is probed on
             log.exception("worker %s: its answer to a probe ended in a fault", worker)
             self.cause = "its answer can't be read"
+        finally:
+            self._watch.given_up()
         self._bad += 1
         if self._bad < BAD_ANSWERS_UNTIL_DOWN:
             return []
@@ -273,6 +292,7 @@ class HealthMonitor:
         self.unlearnt = None
         names = assigned or tuple(self.models) or ("",)
         profile = replace(up.profile, model=names[0], adapters=frozenset(names[1:]))
+        profile = in_role(profile, self.address.role)
         news: list[News] = []
         if self._rank not in (None, up.rank):
             self.cause = f"rank {self._rank} is rank {up.rank} now"
@@ -303,11 +323,10 @@ class HealthMonitor:
         self.problem_counts["models"] += 1
         if self.unlearnt != found:
             log.warning(
-                "worker %s gets no turns: %s, or assign its models: --worker %s://%s=MODEL",
+                "worker %s gets no turns: %s, or assign its models: --worker %s=MODEL",
                 self.address.worker,
                 found.why,
-                self.address.scheme,
-                self.address.worker,
+                self.address.url,
             )
         self.models, self.unlearnt = {}, found
 
@@ -331,6 +350,15 @@ class HealthMonitor:
         self._has_listed = False
         self._states_itself = True
         self.problems = ()
+
+
+def in_role(profile: Profile, role: WorkerRole | None) -> Profile:
+    """Return the profile in the role that the operator gives the worker, who vouches with it that
+    its engine can be sent state; None: as it is."""
+    if role is None:
+        return profile
+    actions = profile.actions | {PlacementAction.REMOTE_PREFILL}
+    return replace(profile, role=role, actions=actions)
 
 
 def _of(models: Models, names: Sequence[str]) -> Models:

@@ -8,6 +8,8 @@ Owns the names, and the encoding and decoding of both lines; nobody else spells 
 | x-ownerserve-session | a turn, down | the turn line: whose turn it is, and for whom |
 | x-session-id | a turn, down | the engine's session id: the name, for engines without a line |
 | x-ownerserve-group | a client's request | what several of its sessions share, by its own word |
+| x-ownerserve-deadline-ms | a client's request | its turn may begin so long after it came |
+| x-ownerserve-class | a client's request | batch: background work, which others go before |
 | x-ownerserve-session-final | a client's request | the session ends with this turn |
 | x-ownerserve-reservation | a request to a worker | the place that is held for it |
 | x-ownerserve-answer | an answer, up | the answer line: who speaks, its load, what came |
@@ -78,6 +80,8 @@ ENGINE_SESSION_HEADER = "x-session-id"
 """Where vLLM reads the session of a request."""
 GROUP_HEADER = "x-ownerserve-group"
 """A client's word for what several of its sessions share: a repository's or document's id."""
+DEADLINE_HEADER = "x-ownerserve-deadline-ms"
+CLASS_HEADER = "x-ownerserve-class"
 FINAL_HEADER = "x-ownerserve-session-final"
 RESERVATION_HEADER = "x-ownerserve-reservation"
 

@@ -41,11 +41,20 @@ PROMPT_KEYS = frozenset({"conversation", "previous_response_id", "prompt_embeds"
 CONTROL_KEYS = PROMPT_KEYS | frozenset(
     {
         "cache_salt",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_tokens",
         "metadata",
+        "min_tokens",
         "model",
+        "n",
         "prompt_cache_key",
+        "seed",
         "session_id",
+        "store",
         "stream",
+        "stream_options",
+        "temperature",
         "user",
         "vllm_xargs",
     }
@@ -156,30 +165,30 @@ def check_as_engines_read(body: bytes) -> None:
 
 
 class Said(msgspec.Struct, frozen=True, gc=False):
-    """A body is to say `text` (plain ASCII without quotes) as its field `key`: in place of the
-    value at `span`, or, where that is None, before all others."""
+    """A body is to say `value`, which is JSON, as its field `key`: in place of the value at `span`,
+    or, where that is None, before all others."""
 
     key: str
     span: Span | None
-    text: str
+    value: bytes
 
 
-def spliced(body: bytes, *saids: Said) -> bytes:
-    """Return the body, an object, with what it is to say; every other byte is as it was."""
-    for said in sorted(saids, key=_place_of, reverse=True):  # from the end: offsets stay right
-        text = said.text.encode("ascii")
-        if said.span is not None:
-            body = b'%b"%b"%b' % (body[: said.span.start], text, body[said.span.end :])
-            continue
-        at = body.index(b"{") + 1
-        is_empty = body[_skip_whitespace(body, at)] == _CLOSE
-        comma = b"" if is_empty else b","
-        body = b'%b"%b":"%b"%b%b' % (body[:at], said.key.encode(), text, comma, body[at:])
-    return body
-
-
-def _place_of(said: Said) -> int:
-    return -1 if said.span is None else said.span.start
+def pieces(body: bytes, *saids: Said) -> list[bytes | memoryview]:
+    """Return the body, an object, with what it is to say, in pieces of which the long ones are
+    views of it; every other byte is as it was."""
+    view, done, found = memoryview(body), 0, list[bytes | memoryview]()
+    entries = b",".join([b'"%b":%b' % (said.key.encode(), said.value) for said in saids
+                         if said.span is None])  # fmt: skip
+    if entries:
+        done = body.index(b"{") + 1
+        is_empty = body[_skip_whitespace(body, done)] == _CLOSE
+        found.append(b"%b%b%b" % (body[:done], entries, b"" if is_empty else b","))
+    for start, end, value in sorted([(said.span.start, said.span.end, said.value) for said in saids
+                                     if said.span is not None]):  # fmt: skip
+        found += (view[done:start], value)
+        done = end
+    found.append(view[done:])
+    return found
 
 
 def _walk(
@@ -261,6 +270,12 @@ BYTES_PER_TOKEN_MAX = 16.0
 
 _USAGE_KEY = b'"usage":'
 _WINDOW = 1024
+_PLAIN_USAGE = re.compile(
+    rb'"usage":\s?\{"prompt_tokens":\s?(\d{1,10}),\s?(?:"total_tokens":\s?\d{1,10},\s?)?'
+    rb'"completion_tokens":\s?(\d{1,10}),\s?(?:"total_tokens":\s?\d{1,10},\s?)?'
+    rb'"prompt_tokens_details":\s?\{"cached_tokens":\s?(\d{1,10})\}\}'
+)
+"""vLLM's and ours, as most answers end: read so in a fourth of the time."""
 _JSON = json.JSONDecoder()
 _RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z_-]{1,200})"')
 
@@ -334,6 +349,11 @@ def scan_usage(tail: bytes) -> Usage | None:
     at = tail.rfind(_USAGE_KEY)
     if at < 0:
         return None
+    plain = _PLAIN_USAGE.match(tail, at)
+    if plain is not None:
+        counts = [int(digits) for digits in plain.groups()]
+        if counts[0]:
+            return Usage(counts[0], counts[1], min(counts[2], counts[0]))
     at += len(_USAGE_KEY)
     try:
         found, _ = _JSON.raw_decode(tail[at : at + _WINDOW].decode("latin-1").lstrip())

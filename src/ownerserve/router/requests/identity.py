@@ -310,6 +310,37 @@ class Content(msgspec.Struct, frozen=True, gc=False):
     root_bytes: int
 
 
+class ContentTurn(msgspec.Struct, frozen=True, gc=False):
+    """A content turn is a content with the chain of its chunks' `hashes`; it ends `offset` bytes
+    past the last of them, and `key` is the key of that end."""
+
+    content: Content
+    hashes: list[int]
+    offset: int
+    key: int
+
+    def tip(self, chunk: int, offset: int) -> int | None:
+        """Return the key of an end `offset` bytes past a chunk, as this content would have it; None
+        beyond its own end."""
+        content = self.content
+        begin = content.start + _start_of(chunk)
+        if begin + offset > content.end:
+            return None
+        return _tip_key(content.data, begin, offset, chunk=self.hashes[chunk])
+
+
+def turn_of(content: Content) -> ContentTurn | None:
+    """Return the content as a turn; None when it is too short to tell sessions apart."""
+    if content.end - content.start + content.root_bytes < CONTENT_MIN_BYTES:
+        return None
+    hashes = chunk_hashes(content)
+    end = content.start + _start_of(len(hashes) - 1)
+    offset = content.end - end
+    return ContentTurn(
+        content, hashes, offset, _tip_key(content.data, end, offset, chunk=hashes[-1])
+    )
+
+
 class ChainPlace(msgspec.Struct, frozen=True, gc=False):
     """A place says where a body belongs. `shared_bytes` of it are equal to the beginning of
     `parent`'s."""
@@ -374,13 +405,13 @@ class ContentChain:
     def arrive(self, content: Content, *, scope: Scope) -> ChainPlace | None:
         """Return the session that the body goes on with, or a new one; None when the body is too
         short to tell."""
+        turn = turn_of(content)
+        return None if turn is None else self.take(turn, scope=scope)
+
+    def take(self, turn: ContentTurn, *, scope: Scope) -> ChainPlace:
+        """Return the session that the turn goes on with, or a new one."""
+        content, hashes, offset, key = turn.content, turn.hashes, turn.offset, turn.key
         length = content.end - content.start
-        if length + content.root_bytes < CONTENT_MIN_BYTES:
-            return None
-        hashes = chunk_hashes(content)
-        end = content.start + _start_of(len(hashes) - 1)
-        offset = content.end - end
-        key = _tip_key(content.data, end, offset, chunk=hashes[-1])
         tip, at = self._longest_tip(content, hashes, scope)
         if tip is not None:
             known = self._sessions[tip.session]

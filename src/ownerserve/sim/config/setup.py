@@ -13,6 +13,7 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.admission import SeatSettings
+from ownerserve.router.entry.queue import QueueSettings
 from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.sim.config import faults
 from ownerserve.sim.config.faults import Fault
@@ -70,6 +71,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
                       (config.granted)
     oracle            "": none; "infinite", "horizon" or a part of that: see sim.oracle
     seats             how many sessions may run at once (router.admission); None: all that come
+    queue             how many turns may run at once, and how many wait (router.entry); no limit
     hot_ms, cool_s    T_hot and T_cool; None: derived from the pace (router.settings)
     sample_s          how often load is sampled for heat maps and indices
     directory_ms      to the ownership directory and back
@@ -89,6 +91,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     abilities: EngineAbilities = "ideal"
     oracle: Oracle = ""
     seats: SeatSettings | None = None
+    queue: QueueSettings = QueueSettings(waiting_max=None)
     hot_ms: float | None = None
     cool_s: float | None = None
     sample_s: float = 10.0

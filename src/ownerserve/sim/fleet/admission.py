@@ -1,36 +1,65 @@
-"""This module puts the router's admission on the heap: a session's first turn waits there for a
-seat.
+"""This module puts the router's queue on the heap: turns wait there for a seat, or for the place of
+a running one.
 
-Owns the timer by which time alone lets somebody in. Who may enter is decided by SessionAdmission,
-and AdmissionQueue has those who wait. Without admission everybody goes on at once.
+Owns the timer by which time alone lets somebody in or turns somebody away. Who may enter is decided
+by the queue and its gates (router.entry). Without them everybody goes on at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.router.admission import AdmissionQueue, SessionAdmission, forked_from
+from ownerserve.router.admission import forked_from
+from ownerserve.router.entry.queue import AdmissionQueue
+from ownerserve.router.entry.terms import EnteringTurn, TurnedAway, class_of, expected_cost
+from ownerserve.router.sessions import SessionTable
 from ownerserve.sim.timeline.heap import Heap, TimedCall
 from ownerserve.sim.timeline.turns import SimTurn
 
 Arrival = Callable[[SimTurn, float], None]
 
 
-class SimAdmissionQueue:
-    """The queue stands in front of one simulated router."""
+class SimEntrant:
+    """An entrant is a simulated turn, and what it does when it is let in, or turned away."""
 
-    def __init__(self, heap: Heap, admission: SessionAdmission | None) -> None:
-        self._queue = AdmissionQueue(admission)
-        self._admission = admission
+    def __init__(self, turn: SimTurn, go: Arrival, turned_away: Arrival, heap: Heap) -> None:
+        self._turn = turn
+        self._go = go
+        self._turned_away = turned_away
         self._heap = heap
+
+    def go(self, now_s: float) -> None:
+        """Let the turn arrive at the router."""
+        self._go(self._turn, now_s)
+
+    def turned_away(self, no: TurnedAway) -> None:
+        """End the turn, which its client is told no."""
+        self._turned_away(self._turn, self._heap.now)
+
+
+class SimAdmissionQueue:
+    """The queue stands in front of one simulated router, whose `sessions` say what a turn is
+    expected to take."""
+
+    def __init__(self, heap: Heap, queue: AdmissionQueue, sessions: SessionTable) -> None:
+        self._queue = queue
+        self._heap = heap
+        self._sessions = sessions
         self._timer: TimedCall | None = None
+        self._away: set[int] = set()
+        """Turns that were turned away and are not over."""
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def enter(self, turn: SimTurn, go: Arrival, now: float) -> None:
-        """Call `go(turn, now)` at once, or when there is a seat."""
+    def enter(self, turn: SimTurn, go: Arrival, turned_away: Arrival, *, now: float) -> None:
+        """Call `go(turn, now)` at once or when the turn is let in, or `turned_away(turn, now)`."""
+        if self._queue.is_open:
+            go(turn, now)
+            return
+        entrant = SimEntrant(turn, go, partial(self._turned_away, turned_away), self._heap)
         main = SessionId(turn.name.partition("/")[0])
         parent = forked_from(
             main if main != turn.name else None,
@@ -38,28 +67,44 @@ class SimAdmissionQueue:
             shared=turn.shared_tokens,
             prompt=turn.prompt_tokens,
         )
-        ticket = self._queue.enter(
-            turn.name, turn.prompt_tokens, lambda at: go(turn, at), parent=parent, now_s=now
+        known = self._sessions.get(turn.name)
+        entering = EnteringTurn(
+            session=turn.name,
+            prompt_tokens=turn.prompt_tokens,
+            cost_tokens=expected_cost(turn.prompt_tokens, known),
+            parent=parent,
+            session_class=class_of(
+                known, None if parent is None else self._sessions.get(parent), is_batch=False
+            ),
+            came_s=now,
         )
-        if ticket is not None:
+        if self._queue.enter(entering, entrant, now_s=now) is not None:
             self._arm(now)
 
     def ended(self, turn: SimTurn, now: float) -> None:
-        """Note that a turn is over: its context is known, and perhaps a seat is free."""
-        if self._admission is None:
+        """Note that a turn is over: its context is known, and perhaps there is room."""
+        if self._queue.is_open:
             return
-        if turn.is_last:
-            self._queue.over(turn.name, now)
+        if turn.number in self._away:
+            self._away.discard(turn.number)
+            if turn.is_last:
+                self._queue.over(turn.name, now)
+        elif turn.is_last:
+            self._queue.ended_last(turn.name, now)
         else:
             self._queue.ended(turn.name, turn.prompt_tokens + turn.output_tokens, now)
         self._arm(now)
+
+    def _turned_away(self, then: Arrival, turn: SimTurn, now: float) -> None:
+        self._away.add(turn.number)
+        then(turn, now)
 
     def _look(self, now: float) -> None:
         self._queue.look(now)
         self._arm(now)
 
     def _arm(self, now: float) -> None:
-        due_s = None if self._admission is None else self._admission.next_due_s()
+        due_s = self._queue.next_due_s(now)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

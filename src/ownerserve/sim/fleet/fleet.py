@@ -21,6 +21,7 @@ from ownerserve.directory.owner.state import SessionTip
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Tier, UnservedReason
+from ownerserve.router.entry.queue import AdmissionQueue
 from ownerserve.router.messages import (
     Answer,
     Arrive,
@@ -87,7 +88,7 @@ class SimFleet:
         self.workers: list[SimWorker] = []
         self.ownership = ownership
         self.claims = Claims(heap, router, ownership, workers=self.workers)
-        self.admission = SimAdmissionQueue(heap, None)
+        self.admission = SimAdmissionQueue(heap, AdmissionQueue(None), router.sessions)
         self.foresight: Foresight | None = None
         """An oracle that is told what turns do, and knows when they come back."""
         self.router = router
@@ -159,16 +160,12 @@ class SimFleet:
     def _enter(self, turn: SimTurn, now: float) -> None:
         self._coming -= 1
         self.counters.turns_released += 1
-        self.admission.enter(turn, self._arrive, now)
+        self.admission.enter(turn, self._arrive, self._turned_away, now=now)
 
     def _arrive(self, turn: SimTurn, now: float) -> None:
         if self.foresight is not None:
             self.foresight.arrived(turn, now)
-        row = TurnRow(
-            turn.number, turn.session, turn.position, turn.arrived_s, turn.prompt_tokens,
-            turn.output_tokens,
-        )  # fmt: skip
-        row.routed_s = now
+        row = _row_of(turn, now)
         shared_bytes = turn.shared_tokens * BYTES_PER_TOKEN if turn.parent else None
         arrive = Arrive(
             turn.name, turn.prompt_tokens * BYTES_PER_TOKEN, None, turn.parent, shared_bytes
@@ -186,6 +183,11 @@ class SimFleet:
         if owner is None:
             row.owner_wait_ms = outcome.decision.worker.queue_ms
         self._place(live, now)
+
+    def _turned_away(self, turn: SimTurn, now: float) -> None:
+        if self.foresight is not None:
+            self.foresight.arrived(turn, now)
+        self._refused(turn, _row_of(turn, now), now)
 
     def _owner(self, session: SessionId) -> Worker | None:
         known = self.router.sessions.get(session)
@@ -416,6 +418,16 @@ class SimFleet:
         for worker in self.workers:
             worker.check()
         self.ownership.check(self._heap.now)
+
+
+def _row_of(turn: SimTurn, now: float) -> TurnRow:
+    """Return the row of a turn that reaches the router, or is turned away, now."""
+    row = TurnRow(
+        turn.number, turn.session, turn.position, turn.arrived_s, turn.prompt_tokens,
+        turn.output_tokens,
+    )  # fmt: skip
+    row.routed_s = now
+    return row
 
 
 def _tip(sequence: SimSequence, full: int) -> SessionTip:

@@ -8,7 +8,7 @@ reader stays as it is until the reader lets go (see `buffers`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import RLock
 
@@ -70,6 +70,30 @@ class MemoryRecord(msgspec.Struct):
         return Listed(
             self.header.meta, size, size, self.touched_s, self.reuse_count, self.restore_cost_ms
         )
+
+
+class HeldPart:
+    """A held part is what a want asks for, as it lies in host memory: `data`, of which a range may
+    be used once `check` has verified it. It stays as it is while somebody has it, also evicted."""
+
+    __slots__ = ("_at", "_header", "_on_corrupt", "_payload", "data")
+
+    def __init__(
+        self, held: MemoryRecord, low: int, high: int, *, on_corrupt: Callable[[], None]
+    ) -> None:
+        self._header, self._payload, self._at = held.header, held.payload, low
+        self._on_corrupt = on_corrupt
+        self.data = held.payload[low:high]
+
+    def check(self, low: int, high: int) -> None:
+        """Verify `data[low:high]`, widened to whole chunks. Raises Corrupt; then the tier has the
+        record no more."""
+        first, end = chunk_span(self._at + low, self._at + high, self._header.payload_bytes)
+        try:
+            open_chunks(self._payload[first:end], self._header, _SEAL, first // CHUNK)
+        except Corrupt:
+            self._on_corrupt()
+            raise
 
 
 class MemoryTier:
@@ -136,21 +160,42 @@ class MemoryTier:
         self.counters["hit"] += 1
         return ReadHit(tuple(parts), self.name)
 
-    def _part(self, want: Want, held: MemoryRecord) -> ReadPart | ReadMiss:
+    def hold(self, wants: Sequence[Want]) -> tuple[HeldPart, ...] | None:
+        """Return all wants as they lie here, which their taker verifies range by range as it uses
+        them; None when one isn't here as it is wanted."""
+        with self._lock:
+            found = [(want, self._get(want.id)) for want in wants]
+        parts = [None if held is None else self._hold_one(want, held) for want, held in found]
+        held_parts = tuple(part for part in parts if isinstance(part, HeldPart))
+        if len(held_parts) < len(wants):
+            return None
+        self._touch([want.id for want in wants])
+        self.counters["hit"] += 1
+        return held_parts
+
+    def _hold_one(self, want: Want, held: MemoryRecord) -> HeldPart | ReadMiss:
         header = held.header
         if want.descriptor is not None and want.descriptor != header.meta.descriptor:
             return ReadMiss(MissReason.FOREIGN_LAYOUT, want.id)
         try:
             low, high = span_of(want, header.meta.units, header.payload_bytes)
-            first, end = chunk_span(low, high, header.payload_bytes)
-            open_chunks(held.payload[first:end], header, _SEAL, first // CHUNK)
         except BadRange:
             return ReadMiss(MissReason.BAD_RANGE, want.id)
+        return HeldPart(held, low, high, on_corrupt=partial(self._found_corrupt, want.id))
+
+    def _part(self, want: Want, held: MemoryRecord) -> ReadPart | ReadMiss:
+        part = self._hold_one(want, held)
+        if isinstance(part, ReadMiss):
+            return part
+        try:
+            part.check(0, len(part.data))
         except Corrupt:
-            self.counters["quarantined"] += 1
-            self._drop(want.id)  # there is no medium to inspect
             return ReadMiss(MissReason.CORRUPT, want.id)
-        return ReadPart(header.meta, held.payload[low:high])
+        return ReadPart(held.header.meta, part.data)
+
+    def _found_corrupt(self, id_: bytes) -> None:
+        self.counters["quarantined"] += 1
+        self._drop(id_)  # there is no medium to inspect
 
     def _touch(self, ids: Sequence[bytes]) -> None:
         now_s = self._clock.now()

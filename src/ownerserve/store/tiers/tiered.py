@@ -38,6 +38,7 @@ from ownerserve.store.format.model import (
 )
 from ownerserve.store.tiers.backend import EVERY_RECORD, Evicting, Reservation, TierBackend, put
 from ownerserve.store.tiers.buffers import BufferSource
+from ownerserve.store.tiers.memory import HeldPart, MemoryTier
 from ownerserve.store.tiers.moves import MoveQueue, TierMove
 from ownerserve.store.tiers.placement import COMES_AGAIN, HAS_NO_ROOM, Placement
 
@@ -93,6 +94,15 @@ class TieredStore:
             return ReadHit(tuple(parts[index] for index in range(len(wants))), self.name)
         missing = next(index for index in range(len(wants)) if index not in parts)
         return why.get(missing, ReadMiss(MissReason.ABSENT, wants[missing].id))
+
+    def hold(self, wants: Sequence[Want]) -> tuple[HeldPart, ...] | None:
+        """Return all wants as they lie in host memory, the fastest tier, for their taker to verify
+        as it uses them; None when one isn't there as it is wanted: then it is for `read`."""
+        top = self.tiers[0]
+        parts = top.hold(wants) if isinstance(top, MemoryTier) else None
+        if parts is not None:
+            self.counters[f"hit_{top.name}"] += len(parts)
+        return parts
 
     def _read_level(
         self,

@@ -7,6 +7,7 @@ It never computes, and never answers /health by itself.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 import uuid
@@ -68,6 +69,7 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.ownership.ownership import OwnerIs
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 HEALTH_TIMEOUT_S = 10.0
@@ -185,6 +187,8 @@ class Endpoints:
             turn=told_of(http.headers, body, line),
             fresh_seed=secrets.randbits(63),
         )
+        told = (http.headers.get(name, "-")[:128] for name in ("x-request-id", "traceparent"))
+        logger.info("turn %s: request %a, trace %a", request.request_id, *told)
         salt = PrefixSalt(request.cache_salt)
         prefix = await asyncio.to_thread(self._worker.prefixes.of, prompt, request.session_id, salt)
         # One piece of memory: to free a million integers would take the engine's thread 20 ms.

@@ -78,7 +78,8 @@ def opener(url: str, key_file: str = "") -> Callable[[], Directory]:
         return opener_of(url, key, field=FIELD)
     except ImportError as error:
         mend = "install ownerserve[valkey] beside vLLM"
-        raise InvalidInput(FIELD, f"{url[:80]!r} needs {error.name}", mend) from error
+        place = url.rpartition("@")[2][:80]
+        raise InvalidInput(FIELD, f"{place!r} needs {error.name}", mend) from error
 
 
 _NOTHING = AskLine()

@@ -6,7 +6,8 @@ hands over commands and collects what is done.
     readers   one batch of a load after another: read, verify, write into blocks (readers.py)
     saver     copy out of blocks, make durable (saver.py)
 
-Bytes are written into blocks only after their digest was checked. A load that fails in any part
+Bytes are written into blocks only after their digest was checked: those of host memory bite by
+bite, each by the reader that writes it. A load that fails in any part
 is reported as failed when its last write is done, never before: then nobody writes there any more.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Condition
@@ -34,9 +35,12 @@ from ownerserve.engines.vllm.worker_side.readers import Readers
 from ownerserve.engines.vllm.worker_side.saver import Saver
 from ownerserve.engines.vllm.worker_side.stage import Stage
 from ownerserve.engines.vllm.worker_side.streams import CopyStream
-from ownerserve.kv.errors import OwnerServeError
-from ownerserve.node.storage.backing import Backing
-from ownerserve.store.format.model import MissReason, ReadHit
+from ownerserve.kv.errors import Corrupt, OwnerServeError
+from ownerserve.kv.messages import Tier
+from ownerserve.node.storage.backing import Backing, NodeTiers
+from ownerserve.plan.cost.events import Loaded
+from ownerserve.store.format.model import MissReason, ReadHit, Want
+from ownerserve.store.tiers.memory import HeldPart
 
 log = logging.getLogger("vllm.ownerserve")
 
@@ -55,8 +59,17 @@ meanwhile and wants nothing of us waits no longer than that."""
 NO_REPORT = WorkerStepReport()
 
 
-Bite: TypeAlias = list[tuple[BlockPlace, memoryview]]
-"""Places, and the bytes to write there."""
+class Morsel(msgspec.Struct, frozen=True, eq=False):
+    """A `Morsel` is a place and the bytes to write there, once `check` has been called; it raises
+    LoadMissed."""
+
+    place: BlockPlace
+    data: memoryview
+    check: Callable[[], None]
+
+
+Bite: TypeAlias = list[Morsel]
+"""What one reader checks and writes before another one may have the next."""
 
 
 class LoadMissed(Exception):
@@ -210,12 +223,8 @@ class WorkerSide:
                 raise LoadMissed(MissReason.DEADLINE)
             if self._tiers is None:
                 raise LoadMissed(MissReason.ABSENT)
-            outcome = self._tiers.read(loading.load.wants[first:end])
-            if not isinstance(outcome, ReadHit):
-                raise LoadMissed(outcome.reason, outcome.id)
-            places = loading.load.places[first:end]
-            data = [part.data for part in outcome.parts]
-            own, *others = self._bites(list(zip(places, data, strict=True)))
+            wants, places = loading.load.wants[first:end], loading.load.places[first:end]
+            own, *others = self._bites(places, _found(self._tiers, wants))
             if others:
                 with self._changed:
                     loading.left += len(others)
@@ -232,19 +241,20 @@ class WorkerSide:
 
     def _write_now(self, bite: Bite, ready: Any) -> None:
         with self._stream.copying_in(ready):
-            for place, data in bite:
-                self._codec.write(place, data)
+            for piece in bite:
+                piece.check()
+                self._codec.write(piece.place, piece.data)
 
-    def _bites(self, pieces: Bite) -> list[Bite]:
-        """Return what was read in parts of about WRITE_BYTES, or in one where one thread reads."""
-        if len(self._readers) == 1:
-            return [pieces]
-        cut = [
-            part
-            for place, data in pieces
-            for part in self._codec.cut(place, data, most_bytes=WRITE_BYTES)
-        ]
-        return [cut[a:b] for a, b in _ranges([len(data) for _, data in cut], WRITE_BYTES)]
+    def _bites(self, places: Sequence[BlockPlace], found: Sequence[Found]) -> list[Bite]:
+        """Return what was found in bites of about WRITE_BYTES."""
+        pieces: Bite = []
+        for place, (data, check) in zip(places, found, strict=True):
+            at = 0
+            for part, bytes_ in self._codec.cut(place, data, most_bytes=WRITE_BYTES):
+                pieces.append(Morsel(part, bytes_, partial(check, at, at + len(bytes_))))
+                at += len(bytes_)
+        sizes = [len(piece.data) for piece in pieces]
+        return [pieces[first:end] for first, end in _ranges(sizes, WRITE_BYTES)]
 
     @contextmanager
     def _part_of(self, loading: Loading) -> Iterator[None]:
@@ -288,6 +298,40 @@ class WorkerSide:
                 ms=(time.monotonic() - loading.began_s) * 1e3,
             )
         self._done.append(result)
+
+
+Found: TypeAlias = tuple[memoryview, Callable[[int, int], None]]
+"""The bytes of a want, and what verifies a range of them."""
+
+
+def _found(tiers: NodeTiers, wants: Sequence[Want]) -> list[Found]:
+    """Return the wants' bytes. What lies in host memory is verified bite by bite as it is written,
+    by whoever has it in his processor's cache; all else was verified as it was read. Raises
+    LoadMissed."""
+    held = tiers.hold(wants)
+    if held is not None:
+        return [
+            (part.data, partial(_check, tiers, part, want.id))
+            for part, want in zip(held, wants, strict=True)
+        ]
+    outcome = tiers.read(wants)
+    if not isinstance(outcome, ReadHit):
+        raise LoadMissed(outcome.reason, outcome.id)
+    return [(part.data, _checked) for part in outcome.parts]
+
+
+def _check(tiers: NodeTiers, part: HeldPart, id_: bytes, low: int, high: int) -> None:
+    started_s = time.perf_counter()
+    try:
+        part.check(low, high)
+    except Corrupt as error:
+        raise LoadMissed(MissReason.CORRUPT, id_) from error
+    took_ms = (time.perf_counter() - started_s) * 1e3
+    tiers.timings.append(Loaded(Tier.HOST, high - low, took_ms))
+
+
+def _checked(low: int, high: int) -> None:
+    """Do nothing: the bytes were verified as they were read."""
 
 
 def _ranges(sizes: Sequence[int], most_bytes: int) -> list[tuple[int, int]]:

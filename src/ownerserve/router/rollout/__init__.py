@@ -1,0 +1,1 @@
+"""Rolling out: who decides beside, before or in place of the policy, without a restart."""
