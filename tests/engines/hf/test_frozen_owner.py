@@ -25,7 +25,8 @@ from tests.support.waits import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
 
-PROMPT = [7 + n % 200 for n in range(96)]
+PROMPT = [7 + n % 200 for n in range(1_500)]
+"""So long that computing it costs far more than loading it: what costs little is not kept."""
 LEASE_S = 8.0
 ADVANCES, MOVES, ENDS = (SessionId(digit * 32) for digit in "abc")
 NAMES = (ADVANCES, MOVES, ENDS)
@@ -164,6 +165,7 @@ def test_the_word_of_who_slept_beyond_its_lease_is_refused_and_no_answer_is_wron
     counted = 'ownerserve_owner_refusals_total{reason="stale_epoch",verb="release"}'
     assert frozen.metric(counted) == 3
     until(lambda: frozen.metric(kept) > before)
+    assert not frozen.metric('ownerserve_spill_records_total{outcome="low_utility"}')
     assert not frozen.metric('ownerserve_spill_records_total{outcome="not_kept"}')
     for name in NAMES:
         prompt = prompt_of(name, 4)
