@@ -81,11 +81,12 @@ class Priced(msgspec.Struct, frozen=True, gc=False):
 
 
 class Basis(StrEnum):
-    """A basis is what decided: the prices, or plain observables because the prices could not be
-    trusted."""
+    """A basis is what decided: the prices, plain observables because the prices could not be
+    trusted, or that a dearer way was due to be tried so that its price can be found wrong."""
 
     COST = "cost"
     OBSERVABLES = "observables"
+    TRIAL = "trial"
 
 
 class RestorePlan(msgspec.Struct, frozen=True, gc=False):

@@ -73,6 +73,18 @@ class Planner:
                 return RestorePlan(chosen, Basis.OBSERVABLES, search.prefill_ttft_ms)
         return RestorePlan(pricer.priced(option), Basis.COST, search.prefill_ttft_ms)
 
+    def deeper(self, query: RestoreQuery, prices: Prices, *, than: int) -> Priced | None:
+        """Return the cheapest way that keeps range state beyond position `than`, however little
+        computing alone would take; None: there is none."""
+        points = tuple(point for point in query.points if point.position > than)
+        if not points:
+            return None
+        search = _Search(self, query, prices)
+        option = search.best_through(points)
+        if option is None:
+            return None
+        return self._pricer(query, prices, search.load_pricer).priced(option)
+
     def explain(self, query: RestoreQuery, prices: Prices) -> Explanation:
         """Return the same plan with every alternative priced and every omission explained. Slow."""
         load_pricer = LoadPricer(prices, self.abilities, query)
@@ -168,6 +180,16 @@ class _Search:
                 break
             self._try(index, self._tail_ms(index), load_ms=load_ms)
         return self._best
+
+    def best_through(self, points: tuple[Point, ...]) -> RestoreOption | None:
+        """Return the cheapest open way through one of `points`, the query's deepest; None: there is
+        none."""
+        deepest = min(self._query.tokens - 1, self._loads.covered)
+        for index, point in enumerate(points):
+            if point.position <= deepest:
+                load_ms = self._loads.ms_until(point.position)
+                self._try(index, self._tail_ms(index), load_ms=load_ms)
+        return None if self._best is PREFILL_ALL else self._best
 
     def _point_ms(self, point: Point) -> float:
         """Return the ms that a point's state takes to load: most points of a query lie alike, and

@@ -42,6 +42,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.node.restore import sources
 from ownerserve.node.restore.sources import Device, Later
+from ownerserve.node.restore.trials import Trials
 from ownerserve.node.retention.record_value import memory_price
 from ownerserve.node.vocabulary.chains import Hashes
 from ownerserve.node.vocabulary.events import (
@@ -68,7 +69,8 @@ from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import Digests, RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.inputs import Backlog
+from ownerserve.plan.cost.prices import Prices
+from ownerserve.plan.inputs import Backlog, RestoreQuery
 from ownerserve.plan.outcome import Priced, RestorePlan
 from ownerserve.plan.restore import Planner
 from ownerserve.store.format.model import MissReason
@@ -164,6 +166,7 @@ class Restores:
         self.parted: deque[tuple[TurnId, int]] = deque(maxlen=1)
         """`parted` has the turn that was planned last, and up to where device and store had range
         state of it then; who saves by it empties it."""
+        self.trials = Trials()
         self._device = device
         self._names = names
         self._operations = operations
@@ -218,7 +221,10 @@ class Restores:
         if not self._names.point_names or not match.points[0].lacks:
             return None  # nothing resident lies behind the deepest complete point
         nothing = sources.NOTHING_HELD
-        way = self._plan(self._names, match, nothing, tokens=count, backlog=Backlog()).chosen
+        question, prices = self._question(
+            self._names, match, nothing, tokens=count, backlog=Backlog()
+        )
+        way = self._planner.plan(question, prices).chosen
         if way.position == 0 or sources.is_loading(way):
             return None
         if way.computed_from == way.position:
@@ -226,7 +232,7 @@ class Restores:
         start = way.computed_from // self._block * self._block
         return Replay(start, way.position)
 
-    def _plan(
+    def _question(
         self,
         names: RecordNames,
         match: Match,
@@ -234,14 +240,15 @@ class Restores:
         *,
         tokens: int,
         backlog: Backlog,
-    ) -> RestorePlan:
+    ) -> tuple[RestoreQuery, Prices]:
+        """Return what the planner is asked, and the prices that hold now."""
         prices = self._costs.prices()
         short = self._device.shortage(-(-tokens // self._block) - match.range_tokens // self._block)
         rate = 0.0 if short is None else memory_price(short, prices)
         question = sources.restore_query(
             names, match, stored, tokens=tokens, backlog=backlog, hbm_ms_per_gib=rate
         )
-        return self._planner.plan(question, prices)
+        return question, prices
 
     # -- events --------------------------------------------------------------------------------
 
@@ -509,7 +516,10 @@ class Restores:
         pending.match = match
         known = sources.covered_tokens(pending.names, match, stored)
         self.parted.append((event.turn_id, known))
-        pending.plan = self._plan(pending.names, match, stored, tokens=count, backlog=event.backlog)
+        question, prices = self._question(
+            pending.names, match, stored, tokens=count, backlog=event.backlog
+        )
+        pending.plan = self.trials.plan(self._planner, question, prices)
         way = pending.plan.chosen
         if not sources.is_loading(way):
             missed = RestoreOutcome.MISS if pending.misses else RestoreOutcome.NOT_WORTH_IT

@@ -18,7 +18,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.node.vocabulary.records import Inside, Tip
 from ownerserve.plan.inputs import Backlog
-from ownerserve.plan.outcome import RestorePlan
+from ownerserve.plan.outcome import Basis, RestorePlan
 from ownerserve.store.format.model import SHARED, Meta, MissReason, Want
 
 OperationId = int
@@ -365,3 +365,9 @@ class RestoreReport(msgspec.Struct, frozen=True):
     brought_tokens: int = 0
     """Tokens that are at hand because of the load; those before were so without it."""
     misses: int = 0
+
+    @property
+    def is_trial(self) -> bool:
+        """Return whether the turn loaded though computing was priced lower."""
+        is_planned = self.plan is not None and self.plan.basis is Basis.TRIAL
+        return is_planned and self.outcome is RestoreOutcome.LOADED

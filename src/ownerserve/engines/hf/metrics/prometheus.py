@@ -265,6 +265,11 @@ class RestoreMetrics:
             "Reads of a restore that gave nothing: each was planned around.",
             registry=registry,
         )
+        self._trials = Counter(
+            "ownerserve_restore_trials",
+            "Turns that loaded though computing was priced lower: so a wrong price is found out.",
+            registry=registry,
+        )
         self._actions = Counter(
             "ownerserve_restore_actions",
             "Turns by the actions that brought their state.",
@@ -303,6 +308,7 @@ class RestoreMetrics:
         """Count a turn's restore that is over, with what it loaded and saved."""
         self._outcomes.labels(report.outcome.value).inc()
         self._misses.inc(report.misses)
+        self._trials.inc(report.is_trial)
         self._bytes.inc(report.loaded_bytes)
         if report.loaded_bytes and report.plan is not None:
             self._saved_s.inc(max(0.0, report.plan.reuse_benefit_ms / 1000.0))

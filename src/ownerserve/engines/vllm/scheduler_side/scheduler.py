@@ -708,6 +708,7 @@ class SchedulerSide:
             if report.plan is not None and log.isEnabledFor(logging.DEBUG):
                 log.debug("%s: %s: %s", turn_id, report.outcome, summary(report.plan))
             self._counts[f"restore_{report.outcome}"] += 1
+            self._counts["restore_trials"] += report.is_trial
             self._counts["loaded_bytes"] += report.loaded_bytes
             turn = self._turns.get(turn_id)
             session = session_of(turn.request) if turn is not None else None
