@@ -47,6 +47,9 @@ class Wire:
     def writelines(self, parts: tuple[bytes, ...]) -> None:
         self.sent += b"".join(parts)
 
+    def get_extra_info(self, name: str) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
     def can_write_eof(self) -> bool:
         return True
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.gateway.http.replies import RefusedRequest, Rejected
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.router.messages import Arm, Dispatch, Refuse
 from ownerserve.router.requests.body import Usage
@@ -30,6 +31,8 @@ from ownerserve.router.worker import Receipt
 
 log = logging.getLogger("ownerserve.gateway")
 
+PATH_MAX_BYTES = 200
+"""So much of a refused request's path is told."""
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -243,6 +246,24 @@ class AccessLog:
             worker=None if before is None else before.dispatch.worker,
             attempt=None if before is None else before.dispatch.attempt,
             request_id=request_id.decode("latin-1"), trace_id=trace_id,
+        )  # fmt: skip
+
+    def refused(
+        self,
+        request: RefusedRequest,
+        rejected: Rejected,
+        *,
+        session: SessionId | None,
+        trace_id: str | None,
+    ) -> None:
+        """Write the line of a request that is told no before anything of it was decided."""
+        path = request.target.partition(b"?")[0][:PATH_MAX_BYTES].decode("latin-1")
+        tell(
+            logging.INFO, "turn", end="refused", status=rejected.status.value,
+            reason=rejected.code, limit=rejected.limit, session=session,
+            tenant=request.tenant, client=request.client,
+            method=request.method.decode("latin-1") or None, path=path or None,
+            request_id=request.request_id.decode("latin-1"), trace_id=trace_id,
         )  # fmt: skip
 
     def began(self, receipt: Receipt, status: int, *, now_s: float) -> None:

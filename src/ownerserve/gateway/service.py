@@ -93,6 +93,7 @@ class Gateway:
         self.admin_tls = None if config.admin_tls is None else ServerTls(config.admin_tls)
         self.part = part
         self.turns = turns = Turns(config, directory, None if part is None else part.homes)
+        self.refusals = turns.refusals
         self.handing = None if part is None else part.handing(turns.asking)
         self.legs = Legs(turns, config)
         self.now = turns.now

@@ -38,6 +38,7 @@ from ownerserve.gateway.logs import AccessLog, WorkerLog
 from ownerserve.gateway.owner_changes import OwnerChanges
 from ownerserve.gateway.processes.homes import Homes
 from ownerserve.gateway.receipts import receipts_of
+from ownerserve.gateway.refusals import Refusals
 from ownerserve.gateway.rollout.choice import Rollout
 from ownerserve.gateway.stamps import (
     PromptOutcome,
@@ -304,6 +305,7 @@ class Turns:
         self.worker_log = WorkerLog()
         self.access_log = AccessLog() if config.access_log else None
         self.tracer = open_tracer(config.otlp_endpoint, share=config.otlp_share)
+        self.refusals = Refusals(self)
         self.observer = Observer(self.now, decisions_kept=config.decisions_kept)
         self.entering = Entering(
             self.state, seats=config.seats, queue=config.queue, watch=self.observer
@@ -387,12 +389,7 @@ class Turns:
         """Let the turn, which came at `came_s`, in or turn it away at once, and return None; or
         hold it in the queue. Raises Rejected. Where not the policy decides, nobody waits for a
         seat."""
-        try:
-            held = self.entering.enter(asked, head, entrant, came_s=came_s)
-        except Rejected:
-            if asked.trace is not None:
-                asked.trace.ended("refused")
-            raise
+        held = self.entering.enter(asked, head, entrant, came_s=came_s)
         if held is None or held.seat is None or self.rollout.is_normal:
             return held
         self.admission.let_past_seats(self.now())

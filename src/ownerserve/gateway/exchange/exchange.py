@@ -34,6 +34,7 @@ from ownerserve.gateway.exchange.hedge import hedge_later
 from ownerserve.gateway.exchange.phases import OVER, Connecting, Deciding, Phase, Queued, Reading
 from ownerserve.gateway.exchange.port import LegPort, TurnPort
 from ownerserve.gateway.exchange.prefill import begin_prefill
+from ownerserve.gateway.exchange.refusing import refuse_unread, turn_away
 from ownerserve.gateway.exchange.relaying import Relaying
 from ownerserve.gateway.http.client import ClientConnection, HttpRequest
 from ownerserve.gateway.http.door import is_ours
@@ -54,7 +55,6 @@ from ownerserve.gateway.turns import (
     LookUp,
     LostDispatch,
     LostStream,
-    NotLetIn,
     Route,
     Why,
 )
@@ -112,11 +112,11 @@ class Exchange:
         except Elsewhere:
             raise
         except Rejected as rejected:
-            self.client.answer_rejected(rejected, self.request_id)
+            refuse_unread(self, rejected)
             return
         except Exception as error:  # noqa: BLE001 - a request's root: it is logged there
             self.log_fault(error)
-            self.client.answer_rejected(fault(), self.request_id)
+            refuse_unread(self, fault())
             return
         asked, self.started_s = arrived.asked, arrived.at_s
         if arrived.look_up is None:
@@ -167,7 +167,7 @@ class Exchange:
             head, came_s = self.request.head, self.started_s
             queued.held = self.turns.enter(asked, head, queued, came_s=came_s)
         except Rejected as rejected:
-            self.turns.ended(asked, NotLetIn())
+            turn_away(self, asked, rejected)
             self.phase = OVER
             self.client.answer_rejected(rejected, self.request_id)
 

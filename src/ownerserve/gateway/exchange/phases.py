@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.entry.telling import not_let_in
 from ownerserve.gateway.exchange.attempt import Attempt, give_back
+from ownerserve.gateway.exchange.refusing import turn_away
 from ownerserve.gateway.http.upstream import UpstreamConnection
 from ownerserve.gateway.turns import NotLetIn
 from ownerserve.gateway.workers.rpc import HeldPlace
@@ -117,9 +118,10 @@ class Queued(Phase):
         of another request's end: a fault ends this request and no other."""
         exchange = self.exchange
         try:
-            exchange.turns.ended(self.asked, NotLetIn())
+            told = not_let_in(no)
+            turn_away(exchange, self.asked, told)
             exchange.phase = OVER
-            exchange.client.answer_rejected(not_let_in(no), exchange.request_id)
+            exchange.client.answer_rejected(told, exchange.request_id)
         except Exception as error:  # noqa: BLE001 - a request's root: it is logged there
             exchange.failed(error)
 

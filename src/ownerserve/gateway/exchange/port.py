@@ -8,6 +8,7 @@ from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.http.callers import Caller
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.heads import RequestHead, ResponseHead
+from ownerserve.gateway.refusals import Refusals
 from ownerserve.gateway.stamps import TurnRefused
 from ownerserve.gateway.turns import (
     Arrived,
@@ -28,6 +29,8 @@ from ownerserve.router.sessions import RoutedSession
 class TurnPort(Protocol):
     """A turn port is all that an exchange asks of the gateway, a call for each step of a turn
     (turns.Turns)."""
+
+    refusals: Refusals
 
     def read(self, request: HttpRequest) -> Arrived:
         """Read who asks, and for what. Raises Rejected, or Elsewhere."""

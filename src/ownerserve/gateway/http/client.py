@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
 from http import HTTPStatus
 from typing import Protocol, cast
 
@@ -35,7 +35,15 @@ from ownerserve.gateway.http.heads import (
 )
 from ownerserve.gateway.http.known_heads import KnownHeads, head_bytes
 from ownerserve.gateway.http.model_list import Models, model_answer
-from ownerserve.gateway.http.replies import Rejected, error_reply, fault, refused, reply
+from ownerserve.gateway.http.replies import (
+    RefusedRequest,
+    Rejected,
+    error_reply,
+    fault,
+    refused,
+    reply,
+)
+from ownerserve.gateway.http.trace_context import TRACE_HEADERS
 from ownerserve.router.messages import Refusal
 
 log = logging.getLogger("ownerserve.gateway")
@@ -80,7 +88,7 @@ class RequestReader:
         self._callers = limits.callers
         self._parser = httptools.HttpRequestParser(self)
         self._items: list[HttpRequest | Rejected] = []
-        self.target = b""
+        self.method = self.target = b""
         """What the newest request asks for, as far as it was read."""
         self._headers: list[Header] = []
         self.head: RequestHead | None = None
@@ -100,12 +108,19 @@ class RequestReader:
         self._budget = budget
         self._held = budget.open()
 
-    @property
-    def request_id(self) -> bytes | None:
-        """The client's own id of the message that is being read, where it has come and is fit."""
-        headers = self._headers if self.in_message else ()
-        given = [value for name, value in headers if name.lower() == b"x-request-id"]
-        return fit_request_id(given[0]) if len(given) == 1 else None
+    def refused(self, next_id: Callable[[], bytes], client: str | None) -> RefusedRequest:
+        """Return what was read of the newest request, which is refused: of its headers those of its
+        trace alone, where not all have come or fit. `next_id` makes an id where it has none."""
+        said = {name.lower(): value for name, value in self._headers}
+        head = self.head
+        if head is not None:
+            special, tenant = head.special, head.caller.tenant
+        else:
+            special, tenant = {name: said[name] for name in TRACE_HEADERS if name in said}, None
+        given = [value for name, value in self._headers if name.lower() == b"x-request-id"]
+        is_told = self.in_message and len(given) == 1
+        request_id = (fit_request_id(given[0]) if is_told else None) or next_id()
+        return RefusedRequest(request_id, self.method, self.target, special, client, tenant)
 
     @property
     def in_head(self) -> bool:
@@ -151,6 +166,9 @@ class RequestReader:
 
     def refuse(self, rejected: Rejected) -> None:
         """Read nothing more; the next `feed` gives the refusal."""
+        if not self.in_message:  # it has no begin: what was read was of the message before
+            self.method = self.target = b""
+            self.head, self._headers = None, []
         self.close()
         self._items.append(rejected)
 
@@ -171,7 +189,8 @@ class RequestReader:
         if head is None:
             self._unknown = key
             return None
-        self.in_message, self.head, self.target = True, head, head.target
+        self.in_message, self.head = True, head
+        self.method, self.target = head.method, head.target
         self._headers = []  # those of the message before are not this one's
         self.body_bytes = 0
         self.is_here, self.next_is_here = self.next_is_here, False
@@ -224,7 +243,7 @@ class RequestReader:
 
     def on_message_begin(self) -> None:
         self.in_message = True
-        self.target = b""
+        self.method = self.target = b""
         self._headers = []
         self.head = self._read_bytes = None
         self._body = []
@@ -232,6 +251,8 @@ class RequestReader:
         self.is_here, self.next_is_here = self.next_is_here, False
 
     def on_url(self, url: bytes) -> None:
+        if not self.target:
+            self.method = self._parser.get_method()
         self.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -242,7 +263,7 @@ class RequestReader:
         parser = self._parser
         version = parser.get_http_version()
         head = self.head = read_request_head(
-            parser.get_method(),
+            self.method,
             self.target,
             b"1.1" if version == "1.1" else version.encode(),
             headers=self._headers,
@@ -313,6 +334,14 @@ class Answering(Protocol):
         ...
 
 
+class RefusalPort(Protocol):
+    """A refusal port is told of requests that are refused before anything of them is decided."""
+
+    def unread(self, request: RefusedRequest, rejected: Rejected) -> None:
+        """Tell the operator of one that is told no by what was read of it so far."""
+        ...
+
+
 class ClientPort(Protocol):
     """The port is what a client connection asks of the gateway."""
 
@@ -320,6 +349,11 @@ class ClientPort(Protocol):
     bodies: BodyBudget
     handing: Handing | None
     """Knows which requests are other processes' to answer; None: there are no others."""
+
+    @property
+    def refusals(self) -> RefusalPort:
+        """`refusals` tell the operator of requests that are told no."""
+        ...
 
     @property
     def limits(self) -> ClientLimits:
@@ -367,6 +401,8 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, gateway: ClientPort, given: bytes = b"") -> None:
         self.connection_line = b""
         """The Connection header line of the present answer."""
+        self.address: str | None = None
+        """The client's own, or its proxy's; None at a Unix socket."""
         self._gateway = gateway
         self._reader = RequestReader(gateway.limits, gateway.bodies)
         self._transport: asyncio.Transport | None = None
@@ -393,6 +429,8 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self.address = peer[0] if isinstance(peer, tuple) else None
         self._gateway.came(self)
         if self._given:  # not from in here: the transport does not read yet, and can't be paused
             asyncio.get_running_loop().call_soon(self._take_given)
@@ -625,9 +663,11 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse_and_linger(self, rejected: Rejected) -> None:
         """Refuse, then read and drop input for a while: closing at once would reset the answer."""
-        request_id = self._reader.request_id or self._gateway.next_request_id()
-        self._gateway.rejected(rejected)
-        target = self._reader.target
+        gateway = self._gateway
+        request = self._reader.refused(gateway.next_request_id, self.address)
+        gateway.rejected(rejected)
+        gateway.refusals.unread(request, rejected)
+        target, request_id = request.target, request.request_id
         self.write(error_reply(rejected, target, request_id=request_id, connection=b"close"))
         transport = self._transport
         if transport is not None and not transport.is_closing() and transport.can_write_eof():

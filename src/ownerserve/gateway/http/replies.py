@@ -3,6 +3,7 @@ was asked: OpenAI's, and Anthropic's for its messages."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -36,6 +37,19 @@ class Rejected(Exception):
         self.status = status
         self.code = code
         self.message = message
+
+
+class RefusedRequest(msgspec.Struct, frozen=True):
+    """A refused request is one of which nothing was decided: what was read of it, and empty or None
+    what was not. `client`: the address that it came from; None at a Unix socket. `special`: its
+    headers that the gateway looks at."""
+
+    request_id: bytes
+    method: bytes
+    target: bytes
+    special: Mapping[bytes, bytes]
+    client: str | None
+    tenant: str | None = None
 
 
 _REFUSALS = {

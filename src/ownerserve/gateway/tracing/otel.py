@@ -36,10 +36,11 @@ from opentelemetry.trace import (
 )
 
 from ownerserve import __version__
-from ownerserve.gateway.http.heads import RequestHead
+from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.trace_context import TraceContext, read_trace
-from ownerserve.gateway.logs import tell
+from ownerserve.gateway.logs import PATH_MAX_BYTES, tell
 from ownerserve.gateway.tracing.trace import (
+    BegunRequest,
     FollowedTrace,
     LegTrace,
     TurnStep,
@@ -87,13 +88,13 @@ class OtelTracer:
         self._provider.add_span_processor(BatchSpanProcessor(_Told(exporter)))
         self._tracer = self._provider.get_tracer("ownerserve.gateway", __version__)
 
-    def begin(self, head: RequestHead) -> TurnTrace:
+    def begin(self, head: BegunRequest) -> TurnTrace:
         """Begin the span of a request, below its client's."""
         came = read_trace(head.special)
         above = INVALID_SPAN
         if came is not None and came.parent_id:
             above = NonRecordingSpan(_context_of(came))
-        path = head.target.partition(b"?")[0]
+        path = head.target.partition(b"?")[0][:PATH_MAX_BYTES]
         operation = _OPERATIONS.get(path, path.decode("latin-1"))
         span = self._tracer.start_span(
             operation, context=set_span_in_context(above), kind=SpanKind.SERVER
@@ -215,7 +216,6 @@ class RecordedTrace:
         self._state = state
         self._steps = _Steps(begin, span)
         self._legs: dict[Receipt, RecordedLeg] = {}
-        self._steps.go_on(TurnStep.QUEUE)
 
     @property
     def trace_id(self) -> str:
@@ -223,7 +223,9 @@ class RecordedTrace:
         return f"{self._span.get_span_context().trace_id:032x}"
 
     def asked(self, fields: BodyFields) -> None:
-        """Name the span by the model, as the conventions have it, where the body names one."""
+        """Name the span by the model, as the conventions have it, where the body names one; the
+        turn waits from now on."""
+        self._steps.go_on(TurnStep.QUEUE)
         try:
             model = fields.text("model")
         except InvalidInput:  # whoever needs the model says so
@@ -269,9 +271,25 @@ class RecordedTrace:
             leg.sent(dispatch)
         return leg
 
+    def refused(self, request_id: bytes, rejected: Rejected) -> None:
+        """End the span of a request that is told no before anything was decided; of whatever path,
+        it has one of few names."""
+        if self._operation not in _OPERATIONS.values():
+            self._span.update_name("refused")
+        self._span.set_attributes(
+            {
+                "ownerserve.request_id": request_id.decode("latin-1"),
+                "ownerserve.reason": rejected.code,
+                "http.response.status_code": rejected.status.value,
+            }
+        )
+        self.ended("refused")
+
     def ended(self, end: str, usage: Usage | None = None) -> None:
         """End the turn and all that runs of it."""
         span, is_well = self._span, end in _WELL
+        if not span.is_recording():
+            return
         for leg in self._legs.values():
             leg.over("" if is_well else end)
         self._legs.clear()

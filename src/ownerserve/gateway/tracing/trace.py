@@ -12,7 +12,7 @@ from enum import StrEnum
 from http import HTTPStatus
 from typing import Protocol
 
-from ownerserve.gateway.http.heads import RequestHead
+from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.trace_context import TraceContext, new_span_id, read_trace
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.messages import Dispatch, Refuse
@@ -76,14 +76,37 @@ class TurnTrace(Protocol):
         ...
 
     def ended(self, end: str, usage: Usage | None = None) -> None:
-        """End the turn's part here, as `end` says."""
+        """End the turn's part here, as `end` says; once it has ended, do nothing."""
+        ...
+
+    def refused(self, request_id: bytes, rejected: Rejected) -> None:
+        """End the part of a request that is told no before anything of it was decided."""
+        ...
+
+
+class BegunRequest(Protocol):
+    """A begun request is what a trace begins by."""
+
+    @property
+    def method(self) -> bytes:
+        """`method` is empty where it was not read."""
+        ...
+
+    @property
+    def target(self) -> bytes:
+        """`target` is empty where it was not read."""
+        ...
+
+    @property
+    def special(self) -> Mapping[bytes, bytes]:
+        """`special` are its lower-case headers, the trace's among them."""
         ...
 
 
 class Tracer(Protocol):
     """A tracer begins the traces of turns."""
 
-    def begin(self, head: RequestHead) -> TurnTrace | None:
+    def begin(self, head: BegunRequest) -> TurnTrace | None:
         """Return the trace of a request; None: it has none."""
         ...
 
@@ -134,11 +157,14 @@ class FollowedTrace:
     def ended(self, end: str, usage: Usage | None = None) -> None:
         """Record nothing."""
 
+    def refused(self, request_id: bytes, rejected: Rejected) -> None:
+        """Record nothing."""
+
 
 class FollowingTracer:
     """The following tracer records nothing: it is the gateway's without an exporter."""
 
-    def begin(self, head: RequestHead) -> TurnTrace | None:
+    def begin(self, head: BegunRequest) -> TurnTrace | None:
         """Return the trace that the request brings; None: it brings none."""
         return followed(head.special)
 
