@@ -13,7 +13,7 @@ GUIDELLM   := .venv-guidellm/.guidellm-0.8.1
 AIPERF     := .venv-aiperf/.aiperf-0.13.0
 ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
-.PHONY: bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo test test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -33,8 +33,14 @@ setup: $(VENV)/.setup   ## everything: core, reference engine, test tools
 demo: setup      ## gateway + two workers + an agent workload, end to end
 	$(BIN)/ownerserve demo
 
-test: setup      ## all tests that need no GPU and no vLLM
-	$(BIN)/python -m pytest -m "not vllm"
+# Each test is in one of these three; .ci/run runs all. What failed is run once more, alone (the tool says when).
+RUN_TESTS   := $(BIN)/python tools/run_tests.py
+
+test: setup      ## the tests that are fast: no engine, no kills; minutes
+	$(RUN_TESTS) -m "not vllm and not engine and not slow and not crash"
+
+test-all: setup  ## the rest of those that need no GPU and no vLLM: with the reference engine, kills, slow ones
+	$(RUN_TESTS) -m "not vllm and (engine or slow or crash)"
 
 # 15 s of CPU are 200 loops or fewer (tests/support/core_suite.py), whether or not files are compiled.
 test-core: setup ## the decision layers alone: no torch, no disk, in 15 s of CPU
@@ -46,7 +52,7 @@ test-core: setup ## the decision layers alone: no torch, no disk, in 15 s of CPU
 VLLM_TESTS  := tests/vllm tests/engines/vllm tests/cli/test_doctor.py tests/cli/test_demo_vllm.py
 
 test-vllm: setup $(VLLM) ## real vLLM on the CPU, in its own environment
-	$(BIN)/python -m pytest -m vllm $(VLLM_TESTS)
+	$(RUN_TESTS) -m vllm $(VLLM_TESTS)
 
 test-clients: setup $(GUIDELLM) $(AIPERF) ## GuideLLM 0.8.1 and AIPerf 0.13.0 before a gateway over two workers
 	$(BIN)/python -m pytest tests/gateway/test_load_generators.py
