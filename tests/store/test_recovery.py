@@ -269,7 +269,7 @@ def test_a_store_is_made_by_writes_that_take_one_byte_each(tmp_path, monkeypatch
     DiskTier(tmp_path / "new", clock).close()
     monkeypatch.undo()
     tier = DiskTier(tmp_path / "new", clock)
-    assert len(tier.core.home.master_key()) == 32
+    assert len((tmp_path / "new" / "KEY").read_bytes()) == 32
     tier.close()
 
 

@@ -20,9 +20,11 @@ from ownerserve.kv.prefix import tenant_salt
 from ownerserve.kv.units import KIB, MIB, format_bytes, parse_bytes
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.maintain import QUARANTINE_KEPT_S, collect, verify_all
+from ownerserve.store.disk.rotate import KeyChange, Rotated, replace_lost_key, rotate_key
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.disk.tier import DiskOptions, DiskTier, Index
-from ownerserve.store.index.reader import IndexEntry
+from ownerserve.store.format.seal import Keys
+from ownerserve.store.index.reader import IndexEntry, IndexFailed
 from ownerserve.store.service.measure import DiskBench, Measured, measure_index
 from ownerserve.store.service.runtime import WallClock
 from ownerserve.store.tiers.buffers import BufferPool
@@ -42,7 +44,8 @@ key_option = click.option(
 def command() -> None:
     """The artifact store on disk (docs/store.md; its format: docs/format.md).
 
-    `ls` and `verify` read beside a running worker. `gc` and `purge` write: stop the worker first.
+    `ls` and `verify` read beside a running worker. `gc`, `purge` and `rotate-key` write:
+    stop the worker first.
 
     \b
     ownerserve store ls /var/lib/ownerserve
@@ -71,7 +74,7 @@ def ls(directory: Path, limit: int, tenant: str | None, json_target: str | None)
     ownerserve store ls DIR --limit 5
     ownerserve store ls DIR --json - | jq .usage
     """
-    store = StoreSnapshot(directory)
+    store = StoreSnapshot(directory, keys=Keys())
     try:
         entries = list(islice(store.entries(_tag(tenant) if tenant else None), limit))
         usage = [
@@ -295,6 +298,58 @@ def _tag(text: str, secret_file: Path | None = None) -> bytes:
             "--tenant", f"{text!r} is not 64 hex digits", "give --secret-file to use a name"
         )
     return tag
+
+
+@command.command("rotate-key", short_help="Seal all tenants' records by a new key.")
+@click.argument("directory", metavar="DIR", type=DIRECTORY)
+@key_option
+@click.option(
+    "--new-key-file",
+    type=FILE,
+    metavar="FILE",
+    help="The new key, 32 bytes. Default: one is made, DIR/KEY.",
+)
+@click.option(
+    "--old-key-lost", is_flag=True, help="Erase all tenants' records, which nothing opens any more."
+)
+@json_option
+def rotate_key_(
+    directory: Path,
+    key_file: Path | None,
+    new_key_file: Path | None,
+    old_key_lost: bool,  # noqa: FBT001  click passes flags like this
+    json_target: str | None,
+) -> None:
+    """Give the store another key; stop the worker first.
+
+    Each tenant's record is verified, sealed anew and written again; the old copy is punched out.
+    Cut short at any point, nothing is lost: run the same command again.
+
+    \b
+    ownerserve store rotate-key DIR
+    ownerserve store rotate-key DIR --key-file old.key --new-key-file new.key
+    """
+    console = console_for(json_target)
+
+    def say(done: Rotated) -> None:
+        seen = done.resealed + done.standing + done.unreadable
+        size = format_bytes(done.resealed_bytes)
+        console.print(f"{seen} of {done.records} records, {size} sealed anew")
+
+    change = KeyChange(key_file, new_key_file)
+    try:
+        done = (
+            replace_lost_key(directory, change)
+            if old_key_lost
+            else rotate_key(directory, change, clock=WallClock(), on_progress=say)
+        )
+    except (OSError, IndexFailed) as error:
+        raise InvalidInput("store", str(error), "run the same command again") from error
+    table = Table("step", "result", title=escape(str(directory)))
+    for name, value in msgspec.to_builtins(done).items():
+        table.add_row(name.replace("_", " "), escape(str(value)))
+    console.print(table)
+    write_json(json_target, "store.rotate-key", msgspec.to_builtins(done))
 
 
 @command.command("bench", short_help="How fast a store is on this medium.")

@@ -1,8 +1,8 @@
-"""A store's home is its directory: its identity, its lock, its key, its segment files.
+"""A store's home is its directory: its identity, its lock, its segment files.
 
 DIR/STORE        4 KiB: format, store id, segment size (docs/format.md)
 DIR/LOCK         flock'd by the one writer
-DIR/KEY          32 random bytes, mode 0600, unless a key file elsewhere is named
+DIR/KEY, KEYID   the key of tenants' records, and which it is (`keyring`)
 DIR/segments/    NNNNNNNNNN.seg: the truth
 DIR/index.sqlite the index, made again from the segments when lost
 """
@@ -90,17 +90,21 @@ class Home:
             raise InvalidInput("store", f"{directory}/STORE is damaged", "restore it or start anew")
         return cls(directory, store_id, segment_bytes)
 
-    def master_key(self, key_file: Path | None = None) -> bytes:
-        """Return the key in `key_file`, else the store's own, which a writer makes at first need.
-        Raises InvalidInput when it can't be read.
+    def write(self, name: str, data: bytes) -> None:
+        """Make `data` the whole of the store's small file `name`, durably; a crash leaves the file
+        as it was. Raises OSError.
         """
-        path = key_file or self.directory / "KEY"
-        if key_file is None and not path.exists() and self._lock_fd >= 0:
-            _write_once(path, os.urandom(32))
-        try:
-            return path.read_bytes()
-        except OSError as error:
-            raise InvalidInput("key", str(error), "name a readable file of 32 bytes") from error
+        _write_once(self.directory / name, data)
+
+    def rename(self, name: str, new: str) -> None:
+        """Give the store's file `name` another name, durably, in place of what had it."""
+        (self.directory / name).rename(self.directory / new)
+        sync_directory(self.directory)
+
+    def remove(self, name: str) -> None:
+        """Remove the store's file `name`, if it is there."""
+        (self.directory / name).unlink(missing_ok=True)
+        sync_directory(self.directory)
 
     def segment_numbers(self) -> list[int]:
         """Return the numbers of the segment files that stand, ascending."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.store.disk.home import Home
+from ownerserve.store.disk.keyring import reading_keys
 from ownerserve.store.disk.read import DiskReader, OpenSegments
 from ownerserve.store.format.model import ArtifactKind, Listed, Meta, ReadOutcome, TierUsage, Want
 from ownerserve.store.format.seal import Keys
@@ -26,12 +27,17 @@ from ownerserve.store.tiers.buffers import BufferPool, BufferSource
 
 
 class StoreSnapshot:
-    """A store's snapshot is the reading half of a store on disk, for any process."""
+    """A store's snapshot is the reading half of a store on disk, for any process.
 
-    def __init__(self, directory: Path, *, key_file: Path | None = None) -> None:
+    Tenants' records are read with the key in `key_file`, else the store's own; or with `keys`: who
+    looks at the index alone needs none. Raises InvalidInput for a key that is not the store's.
+    """
+
+    def __init__(
+        self, directory: Path, *, key_file: Path | None = None, keys: Keys | None = None
+    ) -> None:
         home = Home.open(directory)
-        key_path = key_file or directory / "KEY"
-        keys = Keys(home.master_key(key_file) if key_path.exists() or key_file else None)
+        keys = reading_keys(home, key_file) if keys is None else keys
         if not home.index_path.exists():
             raise InvalidInput("store", f"{directory} has no index", "open it once for writing")
         self.home = home

@@ -28,6 +28,7 @@ from ownerserve.kv.clock import Clock
 from ownerserve.kv.errors import CapacityExceeded, OwnerServeError
 from ownerserve.store.disk.append import RecordDraft, tell
 from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES, Home
+from ownerserve.store.disk.keyring import open_keys
 from ownerserve.store.disk.read import DiskReader, OpenSegments
 from ownerserve.store.disk.reclaim import span
 from ownerserve.store.disk.recover import Recovered, discard_index, recover
@@ -314,7 +315,7 @@ class DiskTier:
         try:
             home = Home.create_or_open(directory, options.segment_bytes)
             try:
-                keys = Keys(home.master_key(options.key_file), options.at_rest)
+                keys = open_keys(home, options.key_file, options.at_rest)
                 if options.index is Index.MADE_ANEW:
                     discard_index(home)
                 segments = OpenSegments(home)

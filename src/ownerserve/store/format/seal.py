@@ -167,46 +167,59 @@ def _record_key(root: bytes, salt: bytes) -> bytes:
     return blake3(salt, key=root).digest()
 
 
+def fingerprint(master: bytes) -> bytes:
+    """Return 32 bytes that tell a master key from another and nothing else about it."""
+    return _derive(master, "ownerserve store key fingerprint 1")
+
+
 class Keys:
     """Keys makes seals by tenant, from one master key. Without one, tenants' artifacts can't be
-    kept.
+    kept. `former` is the key that a rotation leaves behind: what it sealed is still read.
     """
 
-    def __init__(self, master: bytes | None = None, at_rest: SealKind = SealKind.BLAKE3) -> None:
-        if master is not None and len(master) != KEY_BYTES:
-            raise InvalidInput("key", f"{len(master)} bytes", f"give {KEY_BYTES} random bytes")
+    def __init__(
+        self,
+        master: bytes | None = None,
+        at_rest: SealKind = SealKind.BLAKE3,
+        *,
+        former: bytes | None = None,
+    ) -> None:
+        for key in (master, former):
+            if key is not None and len(key) != KEY_BYTES:
+                raise InvalidInput("key", f"{len(key)} bytes", f"give {KEY_BYTES} random bytes")
         if at_rest is SealKind.AES_GCM:
             _aesgcm(bytes(KEY_BYTES))
-        self._master = master
+        self._masters = [key for key in (master, former) if key is not None]
         self._at_rest = at_rest
-        self._seals: dict[tuple[bytes, int], Seal] = {}
+        self._seals: dict[tuple[bytes, int], tuple[Seal, ...]] = {}
 
     def for_write(self, tenant: bytes) -> Seal | None:
         """Return the seal for a new record; None when the tenant's key is not at hand."""
-        return self.for_read(tenant, self._at_rest if tenant else SealKind.XXH3)
+        return self.resealing(tenant, self._at_rest if tenant else SealKind.XXH3)
 
-    def for_read(self, tenant: bytes, kind: int) -> Seal | None:
-        """Return the seal that a record of `tenant` must bear.
+    def resealing(self, tenant: bytes, kind: int) -> Seal | None:
+        """Return the seal of this kind for a record of `tenant`; None as for `for_read`."""
+        return next(iter(self.for_read(tenant, kind)), None)
 
-        None when the key is missing, the kind unknown, or a tenant's record bears no MAC: that
-        is what a forger without a key would write.
+    def for_read(self, tenant: bytes, kind: int) -> tuple[Seal, ...]:
+        """Return the seals of which a record of `tenant` must bear one, that of new records first.
+
+        Empty when the key is missing, or a tenant's record bears no MAC: that is what a forger
+        without a key would write.
         """
         cached = self._seals.get((tenant, kind))
         if cached is None:
-            cached = self._make(tenant, kind)
-            if cached is not None:
-                self._seals[tenant, kind] = cached
+            cached = self._seals[tenant, kind] = self._make(tenant, kind)
         return cached
 
-    def _make(self, tenant: bytes, kind: int) -> Seal | None:
+    def _make(self, tenant: bytes, kind: int) -> tuple[Seal, ...]:
         if not tenant:
-            return Xxh3Seal() if kind == SealKind.XXH3 else None
-        if self._master is None:
-            return None
-        tenant_key = blake3(tenant, key=self._master).digest()
-        if kind == SealKind.BLAKE3:
-            return Blake3Seal(tenant_key)
-        return AesGcmSeal(tenant_key) if kind == SealKind.AES_GCM else None
+            return (Xxh3Seal(),) if kind == SealKind.XXH3 else ()
+        makers = {SealKind.BLAKE3: Blake3Seal, SealKind.AES_GCM: AesGcmSeal}
+        maker = makers.get(SealKind(kind))
+        if maker is None:
+            return ()
+        return tuple(maker(blake3(tenant, key=master).digest()) for master in self._masters)
 
 
 def new_salt(seal: Seal) -> bytes:

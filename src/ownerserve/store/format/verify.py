@@ -69,18 +69,22 @@ def open_header(data: memoryview, keys: Keys) -> tuple[RecordHeader, Seal]:
     header = decode(data)
     if header.seal not in _SEALS:
         raise Corrupt(f"unknown seal {header.seal}")
-    seal = keys.for_read(header.meta.tenant, header.seal)
-    if seal is None:
+    seals = keys.for_read(header.meta.tenant, header.seal)
+    if not seals:
         if bool(header.meta.tenant) == (header.seal == 1):
             raise Corrupt("a tenant's record must bear a MAC, a shared one can't")
         raise NoKey("no key for this tenant")
-    if len(header.tags) != chunks_of(header.payload_bytes) * seal.tag_bytes:
+    if len(header.tags) != chunks_of(header.payload_bytes) * seals[0].tag_bytes:
         raise Corrupt("chunk table of the wrong length")
-    keyed = header.seal != SealKind.XXH3
-    mac = seal.header_mac(mac_input(data[: header.header_bytes])) if keyed else NO_MAC
-    if not compare_digest(mac, header.mac):
-        raise Corrupt("header MAC does not match")
-    return header, seal
+    if header.seal == SealKind.XXH3:
+        if header.mac != NO_MAC:
+            raise Corrupt("header MAC does not match")
+        return header, seals[0]
+    covered = mac_input(data[: header.header_bytes])
+    for seal in seals:
+        if compare_digest(seal.header_mac(covered), header.mac):
+            return header, seal
+    raise Corrupt("header MAC does not match")
 
 
 def check_place(header: RecordHeader, store_id: bytes, segment: int, offset: int) -> None:

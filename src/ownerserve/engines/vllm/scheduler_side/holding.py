@@ -39,6 +39,7 @@ from ownerserve.node.vocabulary.records import RecordNames, Tip
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.plan.restore import Planner
 from ownerserve.store.disk.snapshot import StoreSnapshot
+from ownerserve.store.format.seal import Keys
 
 log = logging.getLogger("vllm.ownerserve")
 
@@ -273,7 +274,7 @@ class Shards:
             self._tried_s = _now()
             try:
                 for directory in missing:
-                    self._snapshots.append(StoreSnapshot(directory))
+                    self._snapshots.append(StoreSnapshot(directory, keys=Keys()))
             except (OwnerServeError, OSError) as error:
                 log.info("no store to look in yet: %s", error)
         return len(self._snapshots) == len(self._directories)

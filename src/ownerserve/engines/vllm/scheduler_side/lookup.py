@@ -21,6 +21,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.node.vocabulary.events import FindRecords, RecordsFound
 from ownerserve.node.vocabulary.records import Inside
 from ownerserve.store.disk.snapshot import StoreSnapshot
+from ownerserve.store.format.seal import Keys
 
 log = logging.getLogger("vllm.ownerserve")
 
@@ -101,7 +102,7 @@ class StoreLookup:
         if self._snapshot is None and time.monotonic() - self._tried_s >= OPEN_AGAIN_S:
             self._tried_s = time.monotonic()
             try:
-                self._snapshot = StoreSnapshot(self._directory)
+                self._snapshot = StoreSnapshot(self._directory, keys=Keys())
             except OwnerServeError as error:
                 log.info("no store to look in yet: %s", error)
         return self._snapshot
