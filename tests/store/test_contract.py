@@ -37,7 +37,7 @@ from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.mooncake import MooncakeBlobs
 from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack, WriteThrough
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
-from ownerserve.store.tiers.remote import RemoteTier, record_key
+from ownerserve.store.tiers.remote import RemoteTier
 from ownerserve.store.tiers.tiered import TieredStore
 from tests.support.store.samples import Samples, bytes_held
 
@@ -282,20 +282,6 @@ def test_what_is_not_held_as_it_is_wanted_is_read_instead(clock, samples):
     for want in (Want(b"?" * 32), Want(good, descriptor=b"other"), Want(good, first_unit=9)):
         assert tier.hold([Want(good), want]) is None
     assert tier.counters["hit"] == 0
-
-
-def test_remote_blob_that_was_swapped_or_cut_is_quarantined(clock, samples, tmp_path):
-    blobs = DirectoryBlobs(tmp_path / "shared")
-    tier = RemoteTier("directory", blobs, clock=clock, keys=Keys(b"k" * 32))
-    for number in range(2):
-        put(tier, samples.meta(number), samples.payload(number))
-    paths = [tmp_path / "shared" / record_key(samples.meta(n).id) for n in range(2)]
-    paths[0].write_bytes(paths[1].read_bytes())
-    os.truncate(paths[1], 9000)
-    assert samples.read(tier, 0) == "corrupt"
-    assert samples.read(tier, 1) == "corrupt"
-    assert samples.read(tier, 0) == "absent"
-    assert len(list((tmp_path / "shared" / "quarantine").iterdir())) == 2
 
 
 def test_a_tenants_blob_needs_the_key(clock, samples, tmp_path):

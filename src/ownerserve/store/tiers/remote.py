@@ -2,7 +2,7 @@
 
     records/ab/abcd...               header and payload; store id, segment and offset are zero
     catalogue/TENANT/KIND/ID-BYTES   what there is and what it is worth (see `catalogue`)
-    quarantine/ID                    what failed verification
+    quarantine/ID                    what two machines found bad (see `suspects`)
 
 Many nodes share it and none owns it: what is found is a hint and the read verifies. It may lose
 everything at any time (Mooncake Store does at a restart of its master): a miss. With `limits`, the
@@ -68,6 +68,7 @@ from ownerserve.store.tiers.catalogue import (
 )
 from ownerserve.store.tiers.health import Health
 from ownerserve.store.tiers.policy import ExpectedUse, TierLimits
+from ownerserve.store.tiers.suspects import Suspects, this_machine
 
 NOWHERE = bytes(16)
 UNFINISHED_S = 24 * 3600.0
@@ -92,9 +93,10 @@ class RemoteTier:
         keys: Keys,
         limits: TierLimits | None = None,
         expected: ExpectedUse | None = None,
+        machine: bytes | None = None,
     ) -> None:
         """Make the tier over `blobs`. `limits` None: TTLs as everywhere, room as the medium has
-        it.
+        it. `machine` names who reads here (None: this machine); two must agree that a blob is bad.
         """
         self.name = name
         self._blobs = blobs
@@ -105,34 +107,46 @@ class RemoteTier:
         self._landing = BufferPool()
         self.health = Health(f"remote store {name}")
         self.counters: Counter[str] = Counter()
+        self.suspects = Suspects(
+            blobs,
+            clock,
+            name=self.health.name,
+            machine=machine or this_machine(),
+            counters=self.counters,
+        )
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
         """Return what the medium has of `ids`, from the records' headers: one round trip for each
-        id.
+        id. What read badly here a short while ago is left out.
         """
+        return self._listed([id_ for id_ in ids if not self.suspects.hides(id_)])
+
+    def _listed(self, ids: Sequence[bytes]) -> dict[bytes, Listed]:
         found = {}
         for id_ in ids:
             with suppress(OSError, Corrupt, CapacityExceeded):
-                header = decode(self._header(record_key(id_)))
+                header = decode(self._header(record_key(id_), self._landing))
                 meta, size = header.meta, header.payload_bytes
+                if meta.id != id_:
+                    continue  # another artifact's record under this name
                 stored = header.header_bytes + size  # a blob is not padded
                 found[id_] = Listed(meta, size, stored, header.created_ms / 1000)
         return found
 
-    def _header(self, key: str) -> memoryview:
-        first = self._landing.take(BLOCK)
+    def _header(self, key: str, heads: BufferSource) -> memoryview:
+        first = heads.take(BLOCK)
         first = first[: self._blobs.get_into(key, 0, first)]
         length = peek_bytes(first)
         if length == BLOCK:
             return first
-        whole = self._landing.take(length)
+        whole = heads.take(length)
         return whole[: self._blobs.get_into(key, 0, whole)]
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
         """Read and verify all wants, or give a miss."""
         parts = []
         for want in wants:
-            outcome = self._read_shielded(want, landing or self._landing)
+            outcome = self._read_twice(want, landing or self._landing)
             if isinstance(outcome, MissReason):
                 self.counters[f"miss_{outcome}"] += 1
                 return ReadMiss(outcome, want.id)
@@ -142,9 +156,27 @@ class RemoteTier:
         self.counters["hit"] += 1
         return ReadHit(tuple(parts), self.name)
 
-    def _read_shielded(self, want: Want, landing: BufferSource) -> ReadPart | MissReason:
+    def _read_twice(self, want: Want, landing: BufferSource) -> ReadPart | MissReason:
+        """Read, and what fails verification once more into memory of its own: only what fails twice
+        is held against the blob.
+        """
+        outcome = self._read_shielded(want, landing, self._landing)
+        if outcome is MissReason.CORRUPT:
+            fresh = BufferPool(idle_limit_bytes=0)
+            outcome = self._read_shielded(want, fresh, fresh)
+            if outcome is MissReason.CORRUPT:
+                self.suspects.accuse(want.id, record_key(want.id))
+            elif isinstance(outcome, ReadPart):
+                self.suspects.slipped(want.id)
+        elif isinstance(outcome, ReadPart):
+            self.suspects.verified()
+        return outcome
+
+    def _read_shielded(
+        self, want: Want, landing: BufferSource, heads: BufferSource
+    ) -> ReadPart | MissReason:
         try:
-            return self._read(want, landing)
+            return self._read(want, landing, heads)
         except FileNotFoundError:
             return MissReason.ABSENT
         except OSError:
@@ -158,12 +190,13 @@ class RemoteTier:
         except OtherFormat:
             return MissReason.OTHER_FORMAT
         except Corrupt:
-            self._quarantine(want.id)
             return MissReason.CORRUPT
 
-    def _read(self, want: Want, landing: BufferSource) -> ReadPart | MissReason:
+    def _read(
+        self, want: Want, landing: BufferSource, heads: BufferSource
+    ) -> ReadPart | MissReason:
         key = record_key(want.id)
-        header, seal = open_header(self._header(key), self._keys)
+        header, seal = open_header(self._header(key, heads), self._keys)
         check_place(header, NOWHERE, 0, 0)
         if header.meta.id != want.id:
             raise Corrupt("another artifact's record")
@@ -176,11 +209,6 @@ class RemoteTier:
             raise Corrupt("the blob ends within the record")
         open_chunks(chunks, header, seal, first // CHUNK)
         return ReadPart(header.meta, chunks[low - first : high - first])
-
-    def _quarantine(self, id_: bytes) -> None:
-        self.counters["quarantined"] += 1
-        with suppress(OSError, Backpressure):
-            self._blobs.move(record_key(id_), f"quarantine/{id_.hex()}")
 
     def reserve(self, meta: Meta, payload_bytes: int) -> Reservation | AlreadyStored | WriteRefused:
         """Reserve a buffer; what the medium has no room for is refused at commit. Raises
@@ -251,6 +279,7 @@ class RemoteTier:
             self.health.failed(error, self._clock.now())
             return self._refuse(RefusalReason.IO_ERROR, meta.id)
         self.health.worked()
+        self.suspects.clear(meta.id)
         self.counters["stored"] += 1
         return WriteDone(meta.id, len(record))
 
@@ -259,10 +288,17 @@ class RemoteTier:
         reservation.take()
 
     def remove(self, ids: Sequence[bytes]) -> int:
-        """Remove records; returns how many there were."""
-        found = self.find(ids)
+        """Remove records; returns how many there were. Of one whose header can't be read the
+        catalogue's entry stays, until it expires.
+        """
+        found = self._listed(ids)
         for record in found.values():
             self._delete(parse(catalogue_key(record.meta, record.stored_bytes), 0.0))
+        for id_ in ids:
+            if id_ not in found:
+                with suppress(OSError, Backpressure):
+                    self._blobs.delete(record_key(id_))
+            self.suspects.clear(id_)
         return len(found)
 
     def _delete(self, row: CatalogueRow) -> int:
@@ -288,6 +324,7 @@ class RemoteTier:
         with suppress(OSError, Backpressure):
             self._catalogue.note_uses()
             self.counters["tidied"] += self._blobs.tidy(now_s - UNFINISHED_S)
+        self.suspects.expire()
         gone = 0
         for row in self._rows():
             if gone >= most:
@@ -302,7 +339,7 @@ class RemoteTier:
         gone = 0
         for row in self._rows(under_tenant(tenant)):
             with suppress(OSError, Backpressure):
-                self._blobs.delete(f"quarantine/{row.record.meta.id.hex()}")
+                self.suspects.forget(row.record.meta.id)
             gone += self._delete(row)
         return gone
 
