@@ -92,7 +92,6 @@ class RemoteTier:
         clock: Clock,
         keys: Keys,
         limits: TierLimits | None = None,
-        expected: ExpectedUse | None = None,
         machine: bytes | None = None,
     ) -> None:
         """Make the tier over `blobs`. `limits` None: TTLs as everywhere, room as the medium has
@@ -103,7 +102,7 @@ class RemoteTier:
         self._clock = clock
         self._keys = keys
         self._ttls = limits or TierLimits()
-        self._catalogue = Catalogue(blobs, clock, limits, expected or ExpectedUse())
+        self._catalogue = Catalogue(blobs, clock, limits, ExpectedUse())
         self._landing = BufferPool()
         self.health = Health(f"remote store {name}")
         self.counters: Counter[str] = Counter()
