@@ -3,17 +3,22 @@
     1. segment rows without a file, and files marked DROPPED: forgotten, unlinked
     2. what lies beyond the end that the index knows of each segment: adopted if it verifies whole
        (an acknowledged record whose index row was lost), erased if not (a torn write)
-    3. two copies of one record (a compaction cut short): the younger stays, the older is erased
+    3. two copies of one record (a compaction cut short): the younger stays if it verifies, the
+       other is erased
     4. doomed spans are erased, empty segments dropped, the last open segment is gone on with
 
-With the index lost, all headers of all segments are read, and the payloads of the last one; every
-read verifies payloads anyway.
+With the index lost, all headers of all segments are read, and the payloads of the last one and of
+what is there twice; every read verifies payloads anyway.
+
+Numbers of records and segments are given once: the next ones are above those of every header that
+is read and above the marks that the index keeps of what it ever heard. So what a power loss brings
+back of the index is never taken for what was written since.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 
 import msgspec
@@ -23,13 +28,13 @@ from ownerserve.store.disk.aio import ReadQueue
 from ownerserve.store.disk.append import Appender
 from ownerserve.store.disk.gather import BUFFER_BYTES
 from ownerserve.store.disk.home import Home
-from ownerserve.store.disk.read import OpenSegments
+from ownerserve.store.disk.read import OpenSegments, read_all
 from ownerserve.store.disk.reclaim import Reclaimer, span
 from ownerserve.store.disk.scan import Ahead, records
-from ownerserve.store.format.header import BLOCK, OtherFormat, RecordHeader
+from ownerserve.store.format.header import BLOCK, OtherFormat, RecordHeader, decode
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.segment import Segment, segment_path
-from ownerserve.store.format.verify import NoKey, open_chunks, open_header
+from ownerserve.store.format.verify import NoKey, check_place, open_chunks, open_header
 from ownerserve.store.index.reader import (
     Change,
     IndexEntry,
@@ -42,6 +47,8 @@ from ownerserve.store.index.writer import IndexWriter
 from ownerserve.store.tiers.buffers import BufferSource
 
 _BATCH = 1024
+MAX_SEQUENCE = 1 << 62
+"""A header that says more was not written by a store: it would leave no numbers to go on with."""
 
 
 class RecoveryReport(msgspec.Struct):
@@ -111,6 +118,8 @@ class _Recovery:
         self._report = report
         self._landing = landing
         self._next_sequence = 1
+        self._unnumbered: list[IndexEntry] = []
+        """Scanned records whose number is another's: they get new ones when all are known."""
         self._queue = ReadQueue()
 
     def run(self, segments: OpenSegments) -> Recovered:
@@ -128,9 +137,10 @@ class _Recovery:
                 if row is not None and row.state is SegmentState.DROPPED:
                     continue
                 last = self._adopt_segment(number, row, is_last=number == numbers[-1])
-        next_number = max([0, *numbers, *rows]) + 1
-        next_sequence = max(index.highest_sequence() + 1, self._next_sequence)
-        appender = Appender(self._home, next_number, next_sequence)
+            self._next_sequence = max(index.highest_sequence() + 1, self._next_sequence)
+            self._adopt_unnumbered()
+        next_number = max([index.highest_segment(), *numbers]) + 1
+        appender = Appender(self._home, next_number, self._next_sequence)
         if last is not None and last[1].state is SegmentState.OPEN:
             appender.resume(last[0], last[1].end)
         reclaimer = Reclaimer(self._home, index, appender=appender, segments=segments)
@@ -166,12 +176,13 @@ class _Recovery:
         self._index.apply(Change(segments=[fresh]))
         for header in self._whole(segment, end, deep=deep):
             end = header.place.offset + header.record_bytes
-            self._next_sequence = max(self._next_sequence, header.place.sequence + 1)
+            if header.place.sequence <= MAX_SEQUENCE:
+                self._next_sequence = max(self._next_sequence, header.place.sequence + 1)
             batch.append(_entry(header))
             if len(batch) >= _BATCH:
-                self._adopt(batch)
+                self._adopt_synced(segment, batch)
                 batch = []
-        self._adopt(batch)
+        self._adopt_synced(segment, batch)
         fresh = msgspec.structs.replace(fresh, end=end)
         self._index.apply(Change(segments=[fresh]))
         if state is SegmentState.FULL and segment.size() > end:
@@ -221,29 +232,83 @@ class _Recovery:
             return False
         return True
 
+    def _adopt_synced(self, segment: Segment, batch: list[IndexEntry]) -> None:
+        """Add records scanned in `segment`, durable before what they replace is erased: whoever
+        wrote them may have died before its sync.
+        """
+        if batch:
+            segment.sync()
+            self._adopt(batch)
+
     def _adopt(self, batch: list[IndexEntry]) -> None:
-        """Add scanned records; of two copies the one with the higher sequence stays."""
+        """Add scanned records. Of two copies the younger stays, if it verifies; of two records with
+        one number the later found waits for another.
+        """
         standing = self._index.get_many([entry.meta.id for entry in batch])
         winners: dict[bytes, IndexEntry] = {}
         losers: list[SegmentSpan] = []
         replaced: list[IndexEntry] = []
         for entry in batch:
             rival = winners.get(entry.meta.id) or standing.get(entry.meta.id)
-            if rival is not None and span(rival) == span(entry):
-                continue  # the index knew it after all
-            if rival is None or entry.sequence > rival.sequence:
+            if rival is None:
                 winners[entry.meta.id] = entry
-                loser = rival
-            else:
-                loser = entry
-            if loser is None:
                 continue
+            if span(rival) == span(entry):
+                continue  # the index knew it after all
+            stays, goes = self._judged(rival, entry)
+            if stays is entry:
+                winners[entry.meta.id] = entry
             self._report.duplicates += 1
-            losers.append(span(loser))
-            if standing.get(loser.meta.id) is loser:
-                replaced.append(loser)
-        self._report.adopted += len(winners)
-        self._index.apply(Change(add=list(winners.values()), remove=replaced, doom=losers))
+            losers.append(span(goes))
+            if standing.get(goes.meta.id) is goes:
+                replaced.append(goes)
+        numbered = self._numbered(winners.values(), free={entry.sequence for entry in replaced})
+        self._report.adopted += len(numbered)
+        self._index.apply(Change(add=numbered, remove=replaced, doom=losers))
+
+    def _numbered(self, entries: Iterable[IndexEntry], *, free: set[int]) -> list[IndexEntry]:
+        """Return those of `entries` whose number is theirs alone; the others wait in `_unnumbered`.
+        `free`: numbers that the index is about to lose.
+        """
+        entries = list(entries)
+        asked = [entry.sequence for entry in entries if entry.sequence < self._next_sequence]
+        taken = self._index.sequences_among(asked) - free
+        own = []
+        for entry in entries:
+            if entry.sequence in taken or entry.sequence >= self._next_sequence:
+                self._unnumbered.append(entry)
+            else:
+                own.append(entry)
+                taken.add(entry.sequence)
+        return own
+
+    def _adopt_unnumbered(self) -> None:
+        """Add what waits for a number. The index's one then differs from the header's."""
+        waiting, self._unnumbered = self._unnumbered, []
+        for entry in waiting:
+            self._next_sequence += 1
+            self._adopt([msgspec.structs.replace(entry, sequence=self._next_sequence - 1)])
+
+    def _judged(self, one: IndexEntry, other: IndexEntry) -> tuple[IndexEntry, IndexEntry]:
+        """Return which of two copies stays and which goes: the older stays only where it verifies
+        and the younger does not.
+        """
+        older, younger = sorted((one, other), key=lambda entry: entry.sequence)
+        if self._stands(younger) or not self._stands(older):
+            return younger, older
+        return older, younger
+
+    def _stands(self, entry: IndexEntry) -> bool:
+        """Tell whether the record of `entry` lies where it says, as it was sealed."""
+        record = self._landing.take(entry.stored_bytes)
+        segment = Segment(segment_path(self._home.directory, entry.segment), os.O_RDONLY)
+        try:
+            read_all(segment, entry.offset, record)
+            header = decode(record[: entry.header_bytes])
+            check_place(header, self._home.store_id, entry.segment, entry.offset)
+        except Corrupt:
+            return False
+        return header.meta.id == entry.meta.id and self._is_right(record, header)
 
 
 def _groups(headers: Iterator[RecordHeader]) -> Iterator[list[RecordHeader]]:

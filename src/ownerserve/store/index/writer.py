@@ -12,6 +12,8 @@ import msgspec
 
 from ownerserve.store.format.model import ArtifactKind, TierUsage
 from ownerserve.store.index.reader import (
+    HIGHEST_SEGMENT,
+    HIGHEST_SEQUENCE,
     MIGRATE,
     SCHEMA,
     SCHEMA_VERSION,
@@ -104,6 +106,7 @@ class IndexWriter(IndexReader):
                 )
             _add(cursor, change.add)
             grown = _account(cursor, change)
+            _raise_marks(cursor, change)
             cursor.executemany(
                 "INSERT INTO doomed VALUES (?,?,?)",
                 [(s.segment, s.offset, s.length) for s in change.doom],
@@ -204,6 +207,16 @@ def _account(cursor: sqlite3.Cursor, change: Change) -> dict[tuple[bytes, Artifa
         [(amount, number) for number, amount in live.items()],
     )
     return {key: TierUsage(size[key], count[key]) for key in size}
+
+
+def _raise_marks(cursor: sqlite3.Cursor, change: Change) -> None:
+    sequence = max((entry.sequence for entry in change.add), default=0)
+    segment = max((row.number for row in change.segments), default=0)
+    cursor.executemany(
+        "INSERT INTO about VALUES (?,?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+        " WHERE excluded.value > value",
+        [(HIGHEST_SEQUENCE, sequence), (HIGHEST_SEGMENT, segment)],
+    )
 
 
 def _annotate(cursor: sqlite3.Cursor, change: Change) -> None:
