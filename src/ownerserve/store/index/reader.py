@@ -25,7 +25,7 @@ SCHEMA_VERSION = 3
 HOT_ENTRIES = 1 << 17
 HIGHEST_SEQUENCE, HIGHEST_SEGMENT = "highest_sequence", "highest_segment"
 """Keys of `about`: the high-water marks, which only grow. An index of an older release has none."""
-_BATCH = 256
+BATCH = 256
 _WALK = 1024
 
 SCHEMA = """
@@ -243,8 +243,8 @@ class IndexReader:
             return found
         generation = self._generation
         fresh = []
-        for at in range(0, len(cold), _BATCH):
-            part = cold[at : at + _BATCH]
+        for at in range(0, len(cold), BATCH):
+            part = cold[at : at + BATCH]
             places = ",".join("?" * len(part))
             fresh += self._select(f"WHERE mark IN ({places})", [mark_of(id_) for id_ in part])
         wanted = set(cold)
@@ -333,25 +333,11 @@ class IndexReader:
         rows = self._rows("SELECT * FROM quarantine ORDER BY at_ms")
         return [Quarantined(i, w, SegmentSpan(s, o, n), r, t) for i, w, s, o, n, r, t in rows]
 
-    def sequences_among(self, numbers: Sequence[int]) -> set[int]:
-        """Return those of `numbers` that a record bears."""
-        found: set[int] = set()
-        for at in range(0, len(numbers), _BATCH):
-            part = numbers[at : at + _BATCH]
-            places = ",".join("?" * len(part))
-            rows = self._rows(f"SELECT sequence FROM records WHERE sequence IN ({places})", part)
-            found.update(sequence for (sequence,) in rows)
-        return found
-
     def highest_sequence(self) -> int:
         """Return the highest sequence number that the index ever heard of, removed records'
         included; 0 when there is none.
         """
         return self._highest(HIGHEST_SEQUENCE, "SELECT max(sequence) FROM records")
-
-    def highest_segment(self) -> int:
-        """Return the highest segment number that the index ever heard of; 0 when there is none."""
-        return self._highest(HIGHEST_SEGMENT, "SELECT max(number) FROM segments")
 
     def _highest(self, mark: str, standing: str) -> int:
         rows = self._rows("SELECT value FROM about WHERE key = ?", (mark,)) + self._rows(standing)

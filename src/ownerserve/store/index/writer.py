@@ -12,6 +12,7 @@ import msgspec
 
 from ownerserve.store.format.model import ArtifactKind, TierUsage
 from ownerserve.store.index.reader import (
+    BATCH,
     HIGHEST_SEGMENT,
     HIGHEST_SEQUENCE,
     MIGRATE,
@@ -139,6 +140,20 @@ class IndexWriter(IndexReader):
         if change.remove:
             moved = {entry.meta.id for entry in change.add}
             self.on_removed([e.meta for e in change.remove if e.meta.id not in moved])
+
+    def sequences_among(self, numbers: Sequence[int]) -> set[int]:
+        """Return those of `numbers` that a record bears."""
+        found: set[int] = set()
+        for at in range(0, len(numbers), BATCH):
+            part = numbers[at : at + BATCH]
+            places = ",".join("?" * len(part))
+            rows = self._rows(f"SELECT sequence FROM records WHERE sequence IN ({places})", part)
+            found.update(sequence for (sequence,) in rows)
+        return found
+
+    def highest_segment(self) -> int:
+        """Return the highest segment number that the index ever heard of; 0 when there is none."""
+        return self._highest(HIGHEST_SEGMENT, "SELECT max(number) FROM segments")
 
     def release(self, quarantined: Sequence[Quarantined]) -> None:
         """Make quarantined records doomed spans, in one transaction. Raises IndexFailed."""
