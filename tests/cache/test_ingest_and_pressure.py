@@ -89,6 +89,15 @@ def test_two_producers_of_one_prefix_leave_one_copy() -> None:
     assert rooms.blocks.used == 3 and [pool.used for pool in rooms.points] == [1, 1]
 
 
+def test_an_arrival_without_room_for_its_point_leaves_its_blocks_to_others() -> None:
+    driver = Driver(blocks=4, points=1)
+    arrive(driver, blocks_of(1, 2), (2 * B,))
+    before = driver.cache.occupancy.blocks.free
+    assert isinstance(driver.arrive(blocks_of(3, 4), (2 * B,)), NoRoom)
+    assert driver.cache.occupancy.blocks.free == before
+    assert isinstance(driver.arrive(blocks_of(3, 4)), SlotsReserved)
+
+
 def test_slots_of_a_lost_writer_stay_on_hold_until_it_is_quiet() -> None:
     driver = Driver(blocks=4)
     got = arrive(driver, blocks_of(1, 2, 3))
@@ -220,6 +229,34 @@ def test_a_spill_that_fails_is_followed_by_a_plain_eviction() -> None:
     assert pressure.relieve(100.0) == (EvictedState(0, 4),)
     counters = snapshot(driver.cache, 0.0).counters
     assert (counters.failed_spills, counters.spilled_points, counters.relief_runs) == (1, 0, 2)
+
+
+def test_what_failed_to_be_copied_stays_dearer_than_what_is_cheap_to_compute() -> None:
+    driver = Driver(points=2)
+    driver.turn("1", blocks_of(0, 0, 0, 0, tail=1), session="a")  # four times as dear as b's
+    driver.now = 1.0
+    driver.turn("2", blocks_of(1, tail=1), session="b")
+    pressure = driver.cache.pressure
+    pressure.watermarks = Watermarks(low=0.3, high=0.5, idle_s=1.0, tier="host", spills=1)
+    [spill] = pressure.relieve(20.0)
+    assert isinstance(spill, Spill) and spill.points[0].sessions == ("a",)
+    pressure.spill_failed(spill.ticket)
+    assert pressure.relieve(20.0) == (EvictedState(0, 2),)
+    assert driver.cache.match(blocks_of(1, 9)).points[0].lacks
+    assert not driver.cache.match(blocks_of(0, 0, 0, 0, 9)).points[0].lacks
+
+
+def test_what_has_a_copy_is_not_copied_again() -> None:
+    driver = Driver(points=4)
+    for number, name in enumerate("abc"):
+        driver.now = float(number)
+        driver.turn(name, blocks_of(number, 5, tail=1), session=name)
+    pressure = driver.cache.pressure
+    pressure.watermarks = Watermarks(low=0.6, high=0.75, idle_s=1.0, tier="host")
+    pressure.backed(blocks_of(0, 5))
+    spill = pressure.relieve(20.0)[0]
+    assert isinstance(spill, Spill)
+    assert [point.sessions for point in spill.points] == [("b",)]
 
 
 def test_a_copy_made_elsewhere_makes_point_state_cheap() -> None:

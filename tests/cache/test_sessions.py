@@ -15,7 +15,8 @@ from ownerserve.cache.outcomes import (
 )
 from ownerserve.cache.policies.session_reference import SessionReference
 from ownerserve.cache.sessions import FORGET_CHECK_S
-from ownerserve.kv.errors import InvalidInput
+from ownerserve.cache.tree.prefix_tree import PrefixTree
+from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from tests.support.cache.cache_driver import DENSE, B, Driver, blocks_of
 
@@ -48,6 +49,15 @@ def test_an_append_whose_point_state_went_computes_from_tokens_the_tree_has() ->
     assert isinstance(begun, Begun) and begun.restored == 0
     assert begun.pending == blocks_of(1, 2, 3, tail=1) + blocks_of(4)
     assert driver.prefill("3")
+
+
+def test_a_point_of_which_one_component_went_is_not_gone_on_from() -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, 3, tail=1), session="a")
+    assert driver.cache.pressure.evict_points(0, 1) == 1
+    begun = driver.begin("2", blocks_of(1, 2, 3, tail=2), session="a")
+    assert isinstance(begun, Begun) and begun.restored == 0
+    assert driver.prefill("2")
 
 
 def test_an_append_after_its_blocks_went_must_send_the_whole_prompt() -> None:
@@ -278,3 +288,32 @@ def test_what_no_turn_leaves_is_not_installed(
     with pytest.raises(InvalidInput, match=r"version|tokens"):
         cache.install(Install(A, version, tokens, open_tokens), 0.0)
     assert len(cache.sessions) == 0
+
+
+@pytest.mark.parametrize("edited", [blocks_of(1, 7, 3, 9), blocks_of(1, 2, 3, 4)])
+def test_an_edited_history_is_no_append_though_it_is_as_long(edited: bytes) -> None:
+    driver = Driver()
+    driver.turn("1", blocks_of(1, 2, 3, tail=2), session="a")
+    begun = driver.begin("2", edited, session="a")  # the driver asks whether it is an append
+    assert isinstance(begun, Begun) and driver.prefill("2")
+
+
+def test_a_session_that_goes_over_to_anothers_branch_computes_over_its_blocks() -> None:
+    driver = Driver(DENSE)
+    driver.turn("1", blocks_of(1, 2, 3, 4), session="a")
+    driver.turn("2", blocks_of(1, 2, 7, 8), session="b")
+    begun = driver.begin("3", blocks_of(1, 2, 7, 8, 5), session="a")
+    assert isinstance(begun, Begun) and begun.restored == 4 * B
+    assert driver.prefill("3")
+
+
+def test_a_lock_is_given_back_once() -> None:
+    tree = PrefixTree(len(blocks_of(1)))
+    node, depth, _ = tree.extend(tree.root, 0, blocks_of(1, 2), [0, 1])
+    mine, anothers = tree.lock(node, depth), tree.lock(node, depth)
+    tree.unlock(mine)
+    with pytest.raises(InvariantViolated, match="twice"):
+        tree.unlock(mine)
+    assert tree.protected == 2
+    tree.unlock(anothers)
+    assert tree.protected == 0

@@ -282,6 +282,21 @@ def test_a_batch_is_answered_in_order(world: World) -> None:
     ]  # fmt: skip
 
 
+def test_no_session_changes_hands_while_the_directory_is_rebuilt(world: World) -> None:
+    world.join(A, B)
+    mine = world.ask(ask.Bind(S1, A))
+    world.directory.forget()
+    world.join(A, B)
+    held = ask.HeldSession(S1, mine.version, None, 0, mine.epoch)
+    assert world.ask(ask.Publish(A, sessions=(held,))).adopted == (S1,)
+    move = ask.Transfer(S1, A, B, mine.epoch, mine.version)
+    assert refused(world.ask(move), DirectoryRefusal.REBUILDING)
+    world.past_lease()
+    world.join(A, B)
+    moved = world.ask(move)
+    assert isinstance(moved, ask.Bound) and moved.epoch > mine.epoch
+
+
 def test_a_sweep_forgets_former_lives(world: World) -> None:
     world.join(A)
     hold(world, A, P1, TierCode.DEVICE)

@@ -236,7 +236,13 @@ def test_state_that_lands_in_host_memory_pays_a_second_hop(
 
 def test_the_last_token_is_always_computed(world: SimpleNamespace, costs: CostModel) -> None:
     query = RestoreQuery(tokens=1024, spans=(RangeSpan(0, 1024),), points=(Point(1024), Point(896)))
-    assert Planner(world.v4_pro, world.full).plan(query, costs.prices()).chosen.position == 896
+    planner = Planner(world.v4_pro, world.full)
+    assert planner.plan(query, costs.prices()).chosen.position == 896
+    explained = planner.explain(query, costs.prices())
+    assert (1024, Why.LAST_TOKEN_IS_COMPUTED) in {
+        (one.position, one.why) for one in explained.not_offered
+    }
+    assert max(way.position for way in explained.alternatives) == 896
 
 
 def test_the_tail_that_was_computed_once_is_named_apart_from_what_is_new(
