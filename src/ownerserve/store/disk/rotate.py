@@ -40,7 +40,7 @@ from ownerserve.store.disk.read import OpenSegments, read_all
 from ownerserve.store.disk.reclaim import span
 from ownerserve.store.disk.recover import Recovered, recover
 from ownerserve.store.disk.scan import records
-from ownerserve.store.format.header import BLOCK
+from ownerserve.store.format.header import BLOCK, MAX_PAYLOAD
 from ownerserve.store.format.seal import KEY_BYTES, Keys
 from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.format.verify import check_meta, check_place, draft, open_chunks, open_header
@@ -127,7 +127,7 @@ def _locked(directory: Path) -> Iterator[Home]:
 @contextmanager
 def _recovered(home: Home, keys: Keys) -> Iterator[tuple[Recovered, OpenSegments]]:
     segments = OpenSegments(home)
-    parts = recover(home, keys, segments=segments, landing=BufferPool())
+    parts = recover(home, keys, segments=segments, landing=BufferPool(4 * MAX_PAYLOAD))
     try:
         yield parts, segments
         parts.appender.close()
@@ -199,7 +199,7 @@ class _Rotation:
         self._old = Keys(ring.former.key) if ring.former is not None else Keys()
         self._parts = parts
         self._segments = segments
-        self._landing = BufferPool()
+        self._landing = BufferPool(4 * MAX_PAYLOAD)  # one record must fit, whatever its size
         self._done = Rotated()
 
     def run(self, clock: Clock, on_progress: OnProgress) -> Rotated:
