@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ownerserve.kv.durable import make_directory, sync_directory
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.messages import NONCE_LIMIT, Term
 
@@ -55,15 +56,11 @@ class TermFile:
     def _write(self, term: Term) -> None:
         if self._path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self._path.parent)
         part = self._path.with_suffix(".part")
         with part.open("wb") as file:
             file.write(msgspec.json.encode(term))
             file.flush()
             os.fsync(file.fileno())
         part.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_directory(self._path.parent)

@@ -16,10 +16,11 @@ import struct
 import zlib
 from pathlib import Path
 
+from ownerserve.kv.durable import make_directory, sync_directory
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB, format_bytes
 from ownerserve.store.format.header import BLOCK
-from ownerserve.store.format.segment import SUFFIX, sync_directory
+from ownerserve.store.format.segment import SUFFIX
 
 MAGIC = b"OwnStor\n"
 VERSION = 1
@@ -58,7 +59,8 @@ class Home:
                 format_bytes(segment_bytes),
                 f"use a multiple of 4 KiB from {format_bytes(MIN_SEGMENT_BYTES)}",
             )
-        (directory / "segments").mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
+        make_directory(directory / "segments")
         lock_fd = _lock(directory)
         try:
             if not (directory / "STORE").exists():

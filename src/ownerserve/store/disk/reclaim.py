@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from ownerserve.kv.durable import sync_directory
 from ownerserve.kv.errors import Corrupt
 from ownerserve.kv.units import MIB
 from ownerserve.store.disk.append import Appender, RecordDraft, record
@@ -24,7 +25,7 @@ from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.read import OnBad, OpenSegments, read_all
 from ownerserve.store.format.header import decode
 from ownerserve.store.format.seal import Keys
-from ownerserve.store.format.segment import Segment, segment_path, sync_directory
+from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.format.verify import NoKey, check_meta, check_place, open_chunks, open_header
 from ownerserve.store.index.reader import Change, IndexEntry, SegmentRow, SegmentSpan, SegmentState
 from ownerserve.store.index.writer import IndexWriter

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from ownerserve.kv.durable import sync_directory
 from ownerserve.kv.errors import Corrupt
 from ownerserve.store.format.header import BLOCK, OtherFormat
 
@@ -80,15 +81,6 @@ def decode_segment_header(data: bytes | memoryview) -> SegmentHeader:
 def segment_path(directory: Path, number: int) -> Path:
     """Return where segment `number` of the store at `directory` lies."""
     return directory / "segments" / f"{number:010d}{SUFFIX}"
-
-
-def sync_directory(directory: Path) -> None:
-    """Make names created in or removed from `directory` durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def page(data: bytes) -> mmap.mmap:

@@ -23,6 +23,7 @@ from ownerserve.store.index.reader import (
     IndexFailed,
     IndexReader,
     Quarantined,
+    SegmentState,
     boundary_rows,
     mapped,
     mark_of,
@@ -80,12 +81,12 @@ class IndexWriter(IndexReader):
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         super()._prepare(connection)
-        # A lost transaction is found again in the segments, so no fsync at each commit.
         connection.execute("PRAGMA synchronous = NORMAL")
 
     @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Cursor]:
+    def _transaction(self, level: str = "NORMAL") -> Iterator[sqlite3.Cursor]:
         cursor = self._connect().cursor()
+        cursor.execute(f"PRAGMA synchronous = {level}")
         cursor.execute("BEGIN IMMEDIATE")
         try:
             yield cursor
@@ -97,7 +98,7 @@ class IndexWriter(IndexReader):
 
     def apply(self, change: Change) -> None:
         """Apply all of `change` in one transaction; raises IndexFailed and applies none of it."""
-        with mapped(), self._transaction() as cursor:
+        with mapped(), self._transaction(_sync_level(change)) as cursor:
             _remove(cursor, change.remove)
             for row in change.segments:
                 cursor.execute(
@@ -157,11 +158,20 @@ class IndexWriter(IndexReader):
 
     def release(self, quarantined: Sequence[Quarantined]) -> None:
         """Make quarantined records doomed spans, in one transaction. Raises IndexFailed."""
-        with mapped(), self._transaction() as cursor:
+        with mapped(), self._transaction("FULL") as cursor:
             spans = [(q.span.segment, q.span.offset, q.span.length) for q in quarantined]
             where = [span[:2] for span in spans]
             cursor.executemany("DELETE FROM quarantine WHERE segment = ? AND offset = ?", where)
             cursor.executemany("INSERT INTO doomed VALUES (?,?,?)", spans)
+
+
+def _sync_level(change: Change) -> str:
+    """Return how durable a change is when it returns. What was added is found again in the
+    segments, so its transaction may be lost. What is about to be erased or unlinked is not: a row
+    that came back after a power cut would say of a hole that it is a record.
+    """
+    dropped = any(row.state is SegmentState.DROPPED for row in change.segments)
+    return "FULL" if change.doom or dropped else "NORMAL"
 
 
 def _remove(cursor: sqlite3.Cursor, entries: Iterable[IndexEntry]) -> None:

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from ownerserve.kv.durable import make_directory, sync_directory
 from ownerserve.kv.errors import CapacityExceeded
-from ownerserve.store.format.segment import sync_directory
 
 _UNFINISHED = ".tmp"
 
@@ -74,7 +74,8 @@ class DirectoryBlobs:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        root.mkdir(parents=True, exist_ok=True)
+        self._kept: set[Path] = set()
+        make_directory(root)
 
     def _path(self, key: str) -> Path:
         return self._root / key
@@ -89,7 +90,7 @@ class DirectoryBlobs:
 
     def _write(self, key: str, data: memoryview, publish: Callable[[Path, Path], object]) -> None:
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self._keep_folder(path.parent)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
         try:
             with temporary.open("xb", buffering=0) as file:
@@ -107,6 +108,15 @@ class DirectoryBlobs:
                 temporary.unlink()
             raise
 
+    def _keep_folder(self, folder: Path) -> None:
+        """Make a folder of the medium and those above it; synced once by each process."""
+        if folder in self._kept and folder.is_dir():
+            return
+        if folder != self._root:
+            self._keep_folder(folder.parent)
+        make_directory(folder)
+        self._kept.add(folder)
+
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
         """Read from `offset`; return the bytes read, fewer than asked at the blob's end."""
         fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
@@ -123,12 +133,15 @@ class DirectoryBlobs:
 
     def delete(self, key: str) -> None:
         """Delete a blob; one that is not there is no error."""
-        self._path(key).unlink(missing_ok=True)
+        path = self._path(key)
+        with suppress(FileNotFoundError):
+            path.unlink()
+            sync_directory(path.parent)
 
     def move(self, key: str, to: str) -> None:
         """Give a blob another name."""
         target = self._path(to)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        self._keep_folder(target.parent)
         self._path(key).rename(target)
 
     def list(self, prefix: str) -> Iterator[BlobInfo]:

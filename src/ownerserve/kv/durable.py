@@ -1,0 +1,37 @@
+"""Names that outlive a power cut. A file's sync keeps its bytes; its name, and those of the folders
+above it, are kept by a sync of the folder that they stand in.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def sync_directory(directory: Path) -> None:
+    """Make names created in or removed from `directory` durable. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directory(directory: Path) -> None:
+    """Make `directory` and what is missing above it, so that their names are durable. Raises
+    OSError.
+
+    One that stands is synced too: who made it may have died before its own sync.
+    """
+    missing = []
+    path = directory
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
+    if not missing:
+        with suppress(PermissionError):  # above what is ours: its owner's to keep
+            sync_directory(directory.parent)
