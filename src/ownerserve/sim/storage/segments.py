@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES
 from ownerserve.store.disk.reclaim import SPARSE_SHARE
+from ownerserve.store.disk.superblock import DEFAULT_SEGMENT_BYTES
 
 
 class SimSegment(msgspec.Struct, eq=False):

@@ -18,7 +18,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.storage.segments import Segments
 from ownerserve.sim.timeline.media import Pipe
-from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES
+from ownerserve.store.disk.superblock import DEFAULT_SEGMENT_BYTES
 from ownerserve.store.format.model import (
     ID_BYTES,
     ArtifactKind,

@@ -1,6 +1,6 @@
 """A store's home is its directory: its identity, its lock, its segment files.
 
-DIR/STORE        4 KiB: format, store id, segment size (docs/format.md)
+DIR/STORE        4 KiB: which store this is (`superblock`)
 DIR/LOCK         flock'd by the one writer
 DIR/KEY, KEYID   the key of tenants' records, and which it is (`keyring`)
 DIR/segments/    NNNNNNNNNN.seg: the truth
@@ -11,25 +11,25 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
-import struct
-import zlib
 from pathlib import Path
 
 from ownerserve.kv.durable import make_directory, sync_directory
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.units import MIB, format_bytes
+from ownerserve.kv.units import format_bytes
+from ownerserve.store.disk.superblock import (
+    DEFAULT_SEGMENT_BYTES,
+    MIN_SEGMENT_BYTES,
+    STORE_ID_BYTES,
+    Superblock,
+    from_segments,
+    read_superblock,
+)
 from ownerserve.store.format.header import BLOCK
 from ownerserve.store.format.segment import SUFFIX
 
-MAGIC = b"OwnStor\n"
-VERSION = 1
-READABLE = frozenset({VERSION})
-DEFAULT_SEGMENT_BYTES = 256 * MIB
-MIN_SEGMENT_BYTES = 16 * BLOCK
-_SUPERBLOCK = struct.Struct("<8sHHI16sQ")
-_CRC = struct.Struct("<I")
-STORE_ID_BYTES = 16
+log = logging.getLogger("ownerserve.store")
 
 
 class Home:
@@ -37,10 +37,10 @@ class Home:
     lock.
     """
 
-    def __init__(self, directory: Path, store_id: bytes, segment_bytes: int) -> None:
+    def __init__(self, directory: Path, superblock: Superblock) -> None:
         self.directory = directory
-        self.store_id = store_id
-        self.segment_bytes = segment_bytes
+        self.store_id = superblock.store_id
+        self.segment_bytes = superblock.segment_bytes
         self._lock_fd = -1
 
     @property
@@ -50,8 +50,9 @@ class Home:
 
     @classmethod
     def create_or_open(cls, directory: Path, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> Home:
-        """Open the store at `directory`, made when there is none, and take the writer's lock.
-        Raises InvalidInput for a bad `segment_bytes` and for another's directory.
+        """Open the store at `directory`, made when there is none, and take the writer's lock. A
+        STORE file that is damaged or gone is made again from the segments. Raises InvalidInput for
+        a bad `segment_bytes` and for another's directory.
         """
         if segment_bytes % BLOCK or segment_bytes < MIN_SEGMENT_BYTES:
             raise InvalidInput(
@@ -63,34 +64,24 @@ class Home:
         make_directory(directory / "segments")
         lock_fd = _lock(directory)
         try:
-            if not (directory / "STORE").exists():
-                _refuse_foreign(directory)
-                store_id = os.urandom(STORE_ID_BYTES)
-                _write_once(directory / "STORE", _superblock(store_id, segment_bytes))
-            home = cls.open(directory)
+            home = cls(directory, _superblock(directory, segment_bytes))
         except BaseException:
             os.close(lock_fd)
             raise
-        home._lock_fd = lock_fd  # noqa: SLF001 - its own class
+        home._lock_fd = lock_fd
         return home
 
     @classmethod
     def open(cls, directory: Path) -> Home:
-        """Open the store at `directory` for reading; raises InvalidInput when there is none."""
-        try:
-            data = (directory / "STORE").read_bytes()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise InvalidInput(
-                "store", f"{directory} holds no store", "name another one"
-            ) from error
-        if len(data) < _SUPERBLOCK.size + _CRC.size or data[:8] != MAGIC:
-            raise InvalidInput("store", f"{directory}/STORE is damaged", "restore it or start anew")
-        _, version, _, _, store_id, segment_bytes = _SUPERBLOCK.unpack_from(data)
-        if version not in READABLE:
-            raise InvalidInput("store", f"format {version}", f"use a release that reads {version}")
-        if zlib.crc32(data[: _SUPERBLOCK.size]) != _CRC.unpack_from(data, _SUPERBLOCK.size)[0]:
-            raise InvalidInput("store", f"{directory}/STORE is damaged", "restore it or start anew")
-        return cls(directory, store_id, segment_bytes)
+        """Open the store at `directory` for reading; nothing is written. Raises InvalidInput when
+        there is none.
+        """
+        found = read_superblock(directory) or from_segments(directory)
+        if found is None and (directory / "STORE").exists():
+            raise _damaged(directory)
+        if found is None:
+            raise InvalidInput("store", f"{directory} holds no store", "name another one")
+        return cls(directory, found)
 
     def write(self, name: str, data: bytes) -> None:
         """Make `data` the whole of the store's small file `name`, durably; a crash leaves the file
@@ -127,9 +118,29 @@ class Home:
             self._lock_fd = -1
 
 
-def _superblock(store_id: bytes, segment_bytes: int) -> bytes:
-    body = _SUPERBLOCK.pack(MAGIC, VERSION, 0, 0, store_id, segment_bytes)
-    return (body + _CRC.pack(zlib.crc32(body))).ljust(BLOCK, b"\0")
+def _superblock(directory: Path, segment_bytes: int) -> Superblock:
+    """Return what STORE says; it is written where it is damaged, gone, or was never there."""
+    found = read_superblock(directory)
+    if found is not None:
+        return found
+    found = from_segments(directory)
+    if found is not None:
+        log.warning("%s/STORE is damaged or gone: made again from the segments", directory)
+    elif (directory / "STORE").exists():
+        raise _damaged(directory)
+    else:
+        _refuse_foreign(directory)
+        found = Superblock(os.urandom(STORE_ID_BYTES), segment_bytes)
+    _write_once(directory / "STORE", found.encode())
+    return found
+
+
+def _damaged(directory: Path) -> InvalidInput:
+    return InvalidInput(
+        "store",
+        f"{directory}/STORE is damaged, and no segment says what it said",
+        "restore it, or remove it and the segments to start anew",
+    )
 
 
 def _lock(directory: Path) -> int:
@@ -150,7 +161,9 @@ def _lock(directory: Path) -> int:
 def _refuse_foreign(directory: Path) -> None:
     if any((directory / "segments").iterdir()):
         raise InvalidInput(
-            "store", f"{directory} has segments but no STORE file", "restore it or start anew"
+            "store",
+            f"{directory} has segments but no STORE file, and none of them says what it said",
+            "restore it, or remove the segments to start anew",
         )
 
 

@@ -27,12 +27,13 @@ import msgspec
 from ownerserve.kv.clock import Clock
 from ownerserve.kv.errors import CapacityExceeded, OwnerServeError
 from ownerserve.store.disk.append import RecordDraft, tell
-from ownerserve.store.disk.home import DEFAULT_SEGMENT_BYTES, Home
+from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.keyring import open_keys
 from ownerserve.store.disk.read import DiskReader, OpenSegments
 from ownerserve.store.disk.reclaim import span
 from ownerserve.store.disk.recover import Recovered, discard_index, recover
 from ownerserve.store.disk.scan import records
+from ownerserve.store.disk.superblock import DEFAULT_SEGMENT_BYTES
 from ownerserve.store.format.header import BLOCK, MAX_PAYLOAD
 from ownerserve.store.format.model import (
     AlreadyStored,
