@@ -44,6 +44,7 @@ keys = ["{LIMITED}"]
 requests_per_minute = 3
 tokens_per_minute = 100000
 """
+KEPT = '{"mode":"direct_append"}'
 SERVICE_S = 0.02
 ONE_EACH = QueueSettings(running_max=1)
 
@@ -362,6 +363,50 @@ def test_tokens_are_settled_by_what_the_answer_says(play: Play, tmp_path: Path) 
         over = await client.post(CHAT, body_of(1), **bearer(LIMITED))
         assert (over.status, error_of(over)["type"]) == (429, "tokens")
         assert 90 <= int(over["retry-after"] or 0) <= 105, "some 3,100 in debt, 2,000 a minute"
+
+    limited = read_tenants(written(tmp_path, text))
+    play(scenario, engines=1, tenants=limited, health_interval_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "stream", "refused"), [("", "slow", True), ("", "stream", True), (KEPT, "slow", False)]
+)
+def test_another_prompt_under_a_known_name_is_paid_for_though_nobody_tells_its_tokens(
+    play: Play, tmp_path: Path, mode: str, stream: str, refused: bool
+) -> None:
+    """20,000 a minute, and a session of 90,000: a prompt as long under its name, hung up amid the
+    answer or without usage at its end, is not free, unless the worker has said what it kept."""
+    text = TENANTS.replace("requests_per_minute = 3\n", "").replace("= 100000", "= 20000")
+
+    async def scenario(world: World) -> None:
+        (engine,) = world.engines
+        named = {"x-session-id": "s", **bearer(LIMITED)}
+        client = await world.client()
+        engine.usage = (
+            b'{"prompt_tokens": 90000, "completion_tokens": 10,'
+            b' "prompt_tokens_details": {"cached_tokens": 89990}}'
+        )
+        long = b'{"messages": "%b"}' % (b"x" * 360_000)
+        for _ in range(2):
+            assert (await client.post(CHAT, long, **named)).status == 200
+        if mode:
+            engine.says = {"x-ownerserve-answer": mode}
+        other = long.replace(b"x", b"y")
+        if stream == "stream":
+            engine.go_on.set()
+            answer = await client.post(f"{CHAT}?{stream}", other, **named)
+            assert answer.status == 200
+        else:
+            leaver = await world.client()
+            head = "".join(f"{name}: {value}\r\n" for name, value in named.items())
+            length = f"Content-Length: {len(other)}\r\n"
+            told = f"POST {CHAT}?{stream} HTTP/1.1\r\nHost: t\r\n{length}{head}\r\n"
+            leaver.writer.write(told.encode() + other)
+            await leaver.reader.readuntil(b"\r\n\r\n")
+            leaver.hang_up()
+            await world.settled()
+        after = await client.post(CHAT, body_of(1), **named)
+        assert (after.status == 429) is refused
 
     limited = read_tenants(written(tmp_path, text))
     play(scenario, engines=1, tenants=limited, health_interval_s=60.0)

@@ -97,6 +97,9 @@ class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
     """What its tenant may take."""
     charged_tokens: int = 0
     """What was taken for it from its tenant's token limit."""
+    untold_tokens: int = 0
+    """What is taken besides if nobody tells what it took: what of its prompt would be its session's
+    from before, which is by the session's name alone."""
     trace: TurnTrace | None = None
     """The trace that the turn is part of; None: none."""
 

@@ -120,6 +120,8 @@ Why: TypeAlias = Failure | WorkerRefusal | Correction
 turn was not sent after its word."""
 
 
+_KEPT = (ExecutionMode.DIRECT_APPEND, ExecutionMode.FETCH, ExecutionMode.MIGRATE)
+"""Modes in which a turn had its session's state from before."""
 DOWN_ASKED_MAX = 2
 """How many workers that are down a turn is tried at when nobody is up: who listens again serves it
 before the next probe finds that out."""
@@ -149,6 +151,11 @@ class BegunAnswer(msgspec.Struct, frozen=True, gc=False):
 
     stamp: Stamp
     first_byte_s: float
+
+    @property
+    def says_kept(self) -> bool:
+        """Whether the worker says that it has compared the prompt, and had its session's state."""
+        return self.stamp.mode in _KEPT
 
 
 class LostDispatch(msgspec.Struct, frozen=True, gc=False):
@@ -564,7 +571,7 @@ class Turns:
         self.observer.compared(dispatch, usage, came)
         if asked.trace is not None:
             asked.trace.ended("finished", usage)
-        if asked.charged_tokens and usage is not None:
+        if asked.charged_tokens:
             self.entering.settle(asked, usage)
         self._over(asked, 0 if usage is None else usage.prompt_tokens + usage.output_tokens)
         if asked.identity.final and session is not None:
@@ -577,8 +584,10 @@ class Turns:
     ) -> None:
         """End a turn without a whole answer: one that was not let in, one whose live dispatch ends
         with `event`, or one that has none."""
-        if asked.charged_tokens and not isinstance(event, (Aborted, Broken)):
+        if asked.charged_tokens and isinstance(event, (Aborted, Broken)):
             self.entering.settle(asked, None)
+        elif asked.charged_tokens:
+            self.entering.refund(asked)
         if asked.trace is not None:
             asked.trace.ended(_END_OF.get(type(event), "refused"))
         if isinstance(event, NotLetIn):

@@ -121,7 +121,7 @@ class FakeEngine:
             await self._stream(reader, writer)
             return
         if path.endswith(b"slow"):
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: 100\r\n\r\n" % says)
             async for piece in self._pieces():
                 writer.write(piece)
             return

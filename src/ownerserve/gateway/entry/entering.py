@@ -99,15 +99,23 @@ class Entering:
         tokens = self._cost(asked)
         self._look(tenant, terms, tokens)
         self._limits.take(tenant, terms, tokens, now_s=self._loop.time())
-        return structs.replace(asked, charged_tokens=tokens)
+        untold = max(self._prompt_tokens(asked) - tokens, 0)
+        return structs.replace(asked, charged_tokens=tokens, untold_tokens=untold)
 
     def settle(self, asked: IdentifiedRequest, usage: Usage | None) -> None:
-        """Correct what a turn was charged by what it took, as its answer tells; None: nothing of it
-        ran."""
-        took = 0
+        """Correct what a turn was charged by what it took, as its answer tells; None: it ran, and
+        nobody tells."""
+        more = asked.untold_tokens
         if usage is not None:
             took = usage.prompt_tokens - usage.cached_tokens + usage.output_tokens
-        more = took - asked.charged_tokens
+            more = took - asked.charged_tokens
+        self._settle(asked, more)
+
+    def refund(self, asked: IdentifiedRequest) -> None:
+        """Give back what a turn was charged of which nothing ran."""
+        self._settle(asked, -asked.charged_tokens)
+
+    def _settle(self, asked: IdentifiedRequest, more: int) -> None:
         self._limits.settle(asked.scope.tenant, asked.terms, more, now_s=self._loop.time())
 
     def limit_lines(self, caller: Caller) -> bytes:
@@ -190,9 +198,12 @@ class Entering:
     def _cost(self, asked: IdentifiedRequest) -> int:
         if not asked.arrive.prompt_bytes:
             return 0
+        return expected_cost(self._prompt_tokens(asked), self._known(asked))
+
+    def _prompt_tokens(self, asked: IdentifiedRequest) -> int:
         known = self._known(asked)
         ratio = DEFAULT_BYTES_PER_TOKEN if known is None else known.bytes_per_token
-        return expected_cost(int(asked.arrive.prompt_bytes / ratio), known)
+        return int(asked.arrive.prompt_bytes / ratio)
 
     def _arm(self) -> None:
         """Set the timer to when time alone changes something."""

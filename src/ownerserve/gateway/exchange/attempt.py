@@ -53,6 +53,11 @@ class Attempt(msgspec.Struct, frozen=True, eq=False):
         known = self.exchange.turns.session_of(self.dispatch)
         return structs.replace(self, asked=self.asked.without_body(known.turns if known else 0))
 
+    def kept(self) -> Attempt:
+        """Return the attempt as it goes on once its worker has said that it had the session's
+        state: what the prompt shares with it is free, also where nothing more is told."""
+        return structs.replace(self, asked=structs.replace(self.asked, untold_tokens=0))
+
     def abort(self) -> None:
         """Give the receipt back, as the client hung up."""
         self.exchange.turns.ended(self.asked, Aborted(self.dispatch.receipt))

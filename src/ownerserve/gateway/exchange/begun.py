@@ -59,6 +59,8 @@ class NothingSaid:
     ) -> BodySink:
         """Begin the answer, and return the phase in which it goes on."""
         exchange = attempt.exchange
+        if attempt.asked.untold_tokens and came.says_kept:
+            attempt = attempt.kept()
         target = exchange.request.head.target
         is_old = head.chunked and exchange.request.head.version == b"1.0"
         response_id = None
