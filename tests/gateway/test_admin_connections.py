@@ -13,7 +13,7 @@ from ownerserve.gateway.http.door import ADMIN_CLIENTS
 from tests.support.gateway.world import Play, World
 
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
-ASKED = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+ASKED = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def served(play: Play, scenario: Callable[[Open], Awaitable[None]]) -> None:

@@ -50,6 +50,7 @@ from ownerserve.gateway.admin_api.endpoints import (
     app_of,
     problem_response,
 )
+from ownerserve.gateway.admin_api.hosts import KnownHosts
 from ownerserve.gateway.admin_api.openapi import Key, openapi
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.server_tls import ServerTls
@@ -406,9 +407,11 @@ def admin_server(gateway: Gateway) -> tuple[AdminServer, socket.socket]:
 
 def server_of(app: ASGIApp, config: Config, tls: ServerTls | None) -> AdminServer:
     """Make the server of an app that stands on the admin port, behind its key and certificate if
-    there are any."""
+    there are any; without both it answers to known hosts alone."""
     if config.admin_key is not None:
         app = keyed_app(app, config.admin_key)
+    elif tls is None:
+        app = KnownHosts(app, config.admin_host)
     serving = uvicorn.Config(
         app, http=AdminConnection, ws="none", log_config=None, access_log=False, lifespan="off"
     )
