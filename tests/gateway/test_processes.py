@@ -259,6 +259,36 @@ def test_a_second_gateway_on_the_port_is_refused(workers: list[int], tmp_path: P
             pass
 
 
+def test_all_relays_together_keep_what_a_worker_may_run_at_once(
+    workers: list[int], tmp_path: Path
+) -> None:
+    """Three turns at once at the only worker, whichever relay's they are, and no fewer."""
+    options = ("--max-running", "3")
+    with (
+        several(tmp_path, 2, workers[:1], *options) as all_of_it,
+        ThreadPoolExecutor(24) as pool,
+    ):
+
+        def slow(session: int) -> int:
+            body = {"model": "m", "said": "slow"}
+            answer = all_of_it.post(CHAT, body, x_session_id=f"s{session}")
+            assert answer.status == 200
+            at_once: int = answer.said["at_once"]
+            return at_once
+
+        assert max(pool.map(slow, range(24))) == 3
+        assert len({row["process"] for row in all_of_it.entries("turn")}) == 2
+
+
+@pytest.mark.parametrize("limit", ["--max-running", "--max-waiting"])
+def test_a_limit_that_can_t_be_shared_is_refused(
+    limit: str, workers: list[int], tmp_path: Path
+) -> None:
+    gateway = several(tmp_path, 3, workers, limit, "2")
+    with pytest.raises(AssertionError, match=f"error: {limit}: 2 .* 3 processes"), gateway:
+        pass
+
+
 def test_what_no_relay_can_start_with_is_told_once(workers: list[int], tmp_path: Path) -> None:
     gateway = several(tmp_path, 3, workers, "--policy", "static_pd")
     with pytest.raises(AssertionError) as said, gateway:

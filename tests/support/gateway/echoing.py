@@ -1,6 +1,6 @@
 """A worker as a process of its own that says what it was sent: `python -m
 tests.support.gateway.echoing` prints its port. Its answers have the length and the digest of the
-body, and the session that the gateway named."""
+body, and say how many slow turns ran as this one began."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tests.support.gateway.world import header
 
 SLOW_S = 0.5
 _IDS = count(1)
+_running: set[asyncio.StreamWriter] = set()
+"""Who waits for a slow answer."""
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -25,14 +27,18 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readexactly(int(header(head, b"content-length") or 0))
-            path = head.split(b" ", 2)[1]
+            path, at_once = head.split(b" ", 2)[1], 1
             if path.startswith(b"/ownerserve/"):
                 writer.write(b"HTTP/1.1 404 No\r\ncontent-length: 2\r\n\r\n{}")
                 continue
             if b'"slow"' in body:
+                _running.add(writer)
+                at_once = len(_running)
                 await asyncio.sleep(SLOW_S)
+                _running.discard(writer)
             said = {
                 "id": f"resp_{next(_IDS)}",
+                "at_once": at_once,
                 "bytes": len(body),
                 "digest": digest(body),
                 "usage": {"prompt_tokens": len(body) // 4, "completion_tokens": 1},

@@ -50,6 +50,11 @@ class ProcessLayout:
             problem = f"{room} is less than one body may have"
             mend = f"use {config.body_max_bytes * processes // MIB} or more"
             raise InvalidInput("--body-memory-mib", problem, mend)
+        queue = config.queue
+        for field, limit in (("running", queue.running_max), ("waiting", queue.waiting_max)):
+            if limit is not None and limit < processes:
+                problem = f"{limit} can't be shared by {processes} processes"
+                raise InvalidInput(f"--max-{field}", problem, f"use {processes} or more")
         self.processes = processes
         self.listeners = _listeners(config, processes)
         self._file = _BoundFile(config.unix, config.unix.stat()) if config.unix else None

@@ -15,7 +15,6 @@ import os
 import socket
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from math import ceil
 from typing import Any
 
 import msgspec
@@ -80,10 +79,15 @@ def config_of(config: Config, process: int, processes: int) -> Config:
         tenants=None if tenants is None else tenants.changed(part_of),
         queue=replace(
             queue,
-            running_max=None if running is None else ceil(running / processes),
-            waiting_max=None if waiting is None else ceil(waiting / processes),
+            running_max=None if running is None else dealt(running, process, processes),
+            waiting_max=None if waiting is None else dealt(waiting, process, processes),
         ),
     )
+
+
+def dealt(limit: int, process: int, processes: int) -> int:
+    """Return the part of one relay in a limit: all parts together are the limit, none more."""
+    return limit // processes + (process < limit % processes)
 
 
 async def run_relay(
