@@ -13,7 +13,7 @@ GUIDELLM   := .venv-guidellm/.guidellm-0.8.1
 AIPERF     := .venv-aiperf/.aiperf-0.13.0
 ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
-.PHONY: bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -74,6 +74,9 @@ check: setup     ## lint, types, layers, size ratchet, dead wires, names
 
 mutants: setup   ## faults put into a copy of the package: the fast tests must notice each
 	$(BIN)/python tools/mutants.py
+
+mutants-tenth: setup ## one in ten of them, others with each commit
+	$(BIN)/python tools/mutants.py --tenth
 
 bench: setup bench-envs ## every benchmark; results in benchmarks/results/
 	$(BIN)/python benchmarks/run.py

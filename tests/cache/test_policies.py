@@ -228,3 +228,17 @@ def test_no_other_policy_deadlocks(name: str) -> None:
     for session in "abcd":
         driver.now += 1.0
         driver.turn("next " + session, prompt(session) + blocks_of(1), session=session)
+
+
+def test_what_another_session_stands_on_is_weighed_anew_behind_its_tail() -> None:
+    """`b` goes on from `a`'s prompt. Its tail goes first, then the older `c`, not what `a` has."""
+    driver = Driver(DENSE, blocks=40, policy=Lru())
+    shared = prompt("a", 2)
+    driver.turn("b", shared + prompt("b", 4))
+    driver.now = 5.0
+    driver.turn("c", prompt("c", 2))
+    driver.now = 10.0
+    driver.turn("a", shared + blocks_of(tail=1))
+    driver.evict(5)
+    assert driver.cache.match(shared + blocks_of(tail=1)).range_tokens == 2 * B
+    assert driver.cache.match(prompt("c", 2) + blocks_of(tail=1)).range_tokens == B

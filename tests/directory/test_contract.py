@@ -282,6 +282,16 @@ def test_a_batch_is_answered_in_order(world: World) -> None:
     ]  # fmt: skip
 
 
+def test_a_report_acts_on_the_reporters_own_grant_alone(world: World) -> None:
+    world.join(A, B)
+    mine = world.ask(ask.Bind(S1, A))
+    told = ask.HeldSession(S1, mine.version + 5, P1, 512, mine.epoch)
+    assert world.ask(ask.Publish(B, sessions=(told,))).adopted == ()
+    found = world.ask(ask.FindSession(S1))
+    assert (found.owner, found.version) == (A, mine.version)
+    assert world.ask(ask.Publish(A, sessions=(told,))).adopted == (S1,)
+
+
 def test_no_session_changes_hands_while_the_directory_is_rebuilt(world: World) -> None:
     world.join(A, B)
     mine = world.ask(ask.Bind(S1, A))

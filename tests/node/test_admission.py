@@ -9,9 +9,11 @@ import msgspec
 import pytest
 import zmq
 
+from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.framed import FramedClient
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
@@ -119,6 +121,17 @@ def test_places_count_against_the_room(admission: Admission) -> None:
     assert isinstance(admission.reserve(TurnId("a"), Seed(6 * B), levels=levels, now=0.0), Reserved)
     standing = admission.standing(levels, 0.0)
     assert probe_seed(Seed(6 * B), standing) == Reject(WorkerRefusal.NO_ROOM)
+
+
+def test_a_session_is_not_released_under_a_turn_that_runs(
+    driver: NodeDriver, admission: Admission
+) -> None:
+    running = Turn(TurnId("r"), SESSION, pack(range(10 * B + 5)))
+    assert isinstance(driver.cache.begin(running, driver.now), Begun)
+    assert admission.release_session(SESSION) == Reject(WorkerRefusal.SESSION_IS_RUNNING)
+    driver.cache.abort(running.turn_id, driver.now)
+    assert admission.release_session(SESSION) == Released()
+    driver.check()
 
 
 def test_a_session_is_released_once(driver: NodeDriver, admission: Admission) -> None:

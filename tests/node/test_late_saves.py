@@ -18,6 +18,7 @@ from ownerserve.node.vocabulary.events import (
     Effect,
     Kept,
     NotKept,
+    Pin,
     StoreCopy,
     TurnEnded,
 )
@@ -338,3 +339,39 @@ def test_what_is_computed_is_stored_or_counted_and_budgets_hold(data: st.DataObj
     tokens = sum(end - start for start, end in ranges(engine.stored))
     assert tokens + saves.unsaved["tokens"] == sum(computed.values())
     assert (saves.room.held_bytes, saves.room.open_bytes, saves.late.bytes) == (0, 0, 0)
+
+
+def test_what_was_not_kept_is_asked_for_again_when_it_is_computed_again() -> None:
+    engine = Engine()
+    engine.arrive(LONG[:CELL_TOKENS])
+    first = ranges(engine.compute(0, CELL_TOKENS))
+    for copy in engine.uncopied:
+        engine.saves.completed(NotKept(copy.operation_id), 0.0)
+    engine.saves.again(TURN)  # preempted
+    assert first and ranges(engine.compute(0, CELL_TOKENS)) == first
+
+
+def test_the_point_at_the_end_of_an_answer_is_kept() -> None:
+    """Its place is pinned as it is passed, for nobody knows yet that the answer ends there."""
+    engine = Engine()
+    engine.arrive(LONG[:CELL_TOKENS])
+    engine.compute(0, CELL_TOKENS)
+    end = CELL_TOKENS + B
+    added = pack(LONG[CELL_TOKENS:end])
+    assert Pin(TURN, end) in engine.saves.computing(Computing(TURN, CELL_TOKENS, end, added))
+    kept = [copy for copy in engine.end(end) if isinstance(copy, StoreCopy)]
+    assert ("swa", end) in {(copy.component, copy.meta.end_token) for copy in kept}
+
+
+def test_nothing_is_told_of_a_session_that_is_over() -> None:
+    engine = Engine()
+    engine.run(LONG[:CELL_TOKENS])
+    engine.drain()
+    assert [tip.session_id for tip in engine.saves.left] == [SESSION]
+    engine.saves.left.clear()
+    engine.arrive(LONG[: 2 * CELL_TOKENS])
+    engine.compute(0, 2 * CELL_TOKENS)
+    engine.saves.over(SESSION)
+    engine.end(2 * CELL_TOKENS)
+    engine.drain()
+    assert not engine.saves.left

@@ -11,9 +11,13 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.node.retention.record_value import memory_price
 from ownerserve.node.vocabulary.events import (
+    DropOperation,
     Fetch,
     Fetched,
+    Fill,
+    Filled,
     FindRecords,
+    NotFetched,
     RecordsFound,
     RestoreOutcome,
     StoreCopy,
@@ -21,6 +25,7 @@ from ownerserve.node.vocabulary.events import (
     TurnGone,
 )
 from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.store.format.model import MissReason
 from tests.support.node.node_driver import B, NodeDriver
 
 LONG = list(range(10 * B + 5))
@@ -147,6 +152,89 @@ def test_a_late_answer_changes_nothing() -> None:
     driver.check()
 
 
+def fetching(driver: NodeDriver) -> tuple[TurnId, Fetch]:
+    """A turn whose session is being read from the store."""
+    stored_session(driver)
+    turn = driver.arrive([*LONG, 1, 2])
+    driver.answer(driver.pending.popleft())
+    [fetch] = driver.pending
+    assert isinstance(fetch, Fetch)
+    return turn, fetch
+
+
+def test_an_answer_to_another_step_than_the_present_one_changes_nothing() -> None:
+    driver = NodeDriver()
+    turn, fetch = fetching(driver)
+    driver.handle(Filled(fetch.operation_id, tuple(want.id for want in fetch.wants)))
+    driver.handle(RecordsFound(fetch.operation_id, {}))
+    assert turn not in driver.started, "nothing is read yet, and nothing filled"
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    assert driver.run(turn).restored == 10 * B
+    driver.check()
+
+
+def test_records_are_asked_for_in_the_layout_that_they_are_to_have() -> None:
+    driver = NodeDriver()
+    _, fetch = fetching(driver)
+    components = {driver.metas[want.id].component for want in fetch.wants}
+    assert components == {"main", "index", "swa", "overlap"}
+    for want in fetch.wants:
+        component = driver.metas[want.id].component
+        assert want.descriptor == driver.names.descriptor(component)
+
+
+def test_a_load_that_comes_too_late_is_not_tried_again() -> None:
+    driver = NodeDriver()
+    turn, fetch = fetching(driver)
+    driver.pending.clear()
+    driver.handle(NotFetched(fetch.operation_id, MissReason.DEADLINE, b""))
+    assert driver.reports[turn].outcome is RestoreOutcome.LATE
+    assert not driver.pending
+
+
+def test_a_load_that_nobody_waits_for_is_called_off() -> None:
+    driver = NodeDriver()
+    turn, fetch = fetching(driver)
+    gone = driver.state.handle(TurnGone(turn), driver.now)
+    assert DropOperation(fetch.operation_id) in gone
+    driver = NodeDriver()
+    _, fetch = fetching(driver)
+    driver.now += driver.settings.restore_deadline_s
+    assert DropOperation(fetch.operation_id) in driver.state.handle(Tick(), driver.now)
+
+
+def test_records_that_were_filled_in_another_order_are_not_what_was_asked_for() -> None:
+    driver = NodeDriver()
+    turn, fetch = fetching(driver)
+    [fill] = driver.state.handle(Fetched(fetch.operation_id), driver.now)
+    assert isinstance(fill, Fill) and len(fetch.wants) > 1
+    driver.handle(Filled(fetch.operation_id, tuple(want.id for want in reversed(fetch.wants))))
+    assert driver.reports[turn].outcome is RestoreOutcome.MISS
+    assert driver.cache.occupancy.blocks.used == 0
+    driver.pending.clear()
+    assert driver.run(turn).restored == 0
+    driver.check()
+
+
+def test_a_turn_tries_only_so_many_bad_records() -> None:
+    driver = NodeDriver()
+    turn, _ = fetching(driver)
+    fetches = 0
+    while driver.pending:
+        asked = driver.pending.popleft()
+        if isinstance(asked, Fetch):
+            fetches += 1
+            bad = asked.wants[-1].id  # what is before it can be read, and computed on from
+            driver.handle(NotFetched(asked.operation_id, MissReason.CORRUPT, bad))
+        else:
+            driver.answer(asked)
+    assert fetches == driver.settings.attempts
+    assert driver.reports[turn].outcome is RestoreOutcome.MISS
+    assert driver.run(turn).restored == 0
+    driver.check()
+
+
 def test_a_restore_waits_for_room_and_is_made_then() -> None:
     driver = NodeDriver(blocks=16)
     stored_session(driver)
@@ -161,6 +249,22 @@ def test_a_restore_waits_for_room_and_is_made_then() -> None:
     assert driver.reports[turn].outcome is RestoreOutcome.LOADED
     assert driver.started == [turn, later] or driver.started == [later, turn]
     assert driver.run(turn).restored == 10 * B
+    driver.check()
+
+
+def test_room_is_given_once_to_those_who_wait_for_it() -> None:
+    driver = NodeDriver(blocks=16)
+    blocker = blocked(driver)
+    first = driver.arrive([*range(1000, 1000 + 9 * B)], session=None)
+    second = driver.arrive([*range(3000, 3000 + 9 * B)], session=None)
+    driver.cache.abort(blocker, driver.now)
+    driver.handle(TurnGone(blocker))
+    driver.idle(0.0)
+    assert driver.started == [first], "its room is not taken yet, and is not the other's"
+    driver.run(first)
+    driver.idle(0.0)
+    assert driver.started == [second]
+    driver.run(second)
     driver.check()
 
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.pricing import PlacementPricer
+from ownerserve.router.decision import RoutingRequest
+from ownerserve.router.pricing import PlacementPricer, options_at
 from ownerserve.router.settings import CLAUDE_CODE, Settings, derive
 from ownerserve.router.worker import DEFAULT_SPEED, Profile, Worker
-from tests.support.router.fleets import ABLE, GIB, SPEED, fleet_of, load, on, owned, request, status
+from tests.support.router.fleets import (
+    ABLE,
+    GIB,
+    SPEED,
+    fleet_of,
+    load,
+    on,
+    owned,
+    request,
+    status,
+    stored,
+)
 
 FREE = Settings(memory_ms_per_gib=0.0, duplicate_ms_per_gib=0.0, interference=0.0)
 WEIGHED = Settings(memory_ms_per_gib=100.0, duplicate_ms_per_gib=10.0, interference=0.5)
@@ -118,3 +131,22 @@ def test_the_procedure_follows_the_hardware() -> None:
     assert fast.hot_ms < slow.hot_ms  # computing anew has become the cheaper move
     assert fast.memory_ms_per_gib < slow.memory_ms_per_gib
     assert fast.interference < slow.interference
+
+
+def test_copies_under_another_spec_are_no_way_to_run_a_turn() -> None:
+    fleet = fleet_of(ABLE, ABLE)
+    owner, other = fleet
+    load(owner, pending=3000)
+    turn = msgspec.structs.replace(
+        owned(owner, context=10_000, new=500), copies=(stored(10_000), on(owner, 10_000))
+    )
+    foreign = msgspec.structs.replace(turn, spec_digest="before the new weights")
+
+    def actions(asked: RoutingRequest) -> set[PlacementAction]:
+        options = options_at(
+            asked, other, pricer=PlacementPricer(FREE), fleet=fleet.candidates(None)
+        )
+        return {option.action for option in options}
+
+    assert PlacementAction.TAIL_RECOMPUTE in actions(turn)
+    assert actions(foreign) == {PlacementAction.COLOCATED_PREFILL}

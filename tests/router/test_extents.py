@@ -256,3 +256,27 @@ def test_a_prefix_has_one_name_at_a_time() -> None:
     index.name(prefix, HASH)
     index.name(prefix, later)
     assert index.get(HASH) is None and index.get(later) is prefix
+
+
+def test_a_late_word_does_not_bring_an_ended_session_back() -> None:
+    state = RouterState(make_policy("ear"))
+    raise_up(state, "w")
+    owner = served(state, "s", 1.0, tokens=50_000).worker
+    state.handle(SessionEnd(SessionId("s")), 2.0)
+    state.handle(Reported(unit(owner), Tier.DISK, HASH, 50_000, SessionId("s")), 3.0)
+    assert state.sessions.get(SessionId("s")) is None
+
+
+def test_an_edited_history_has_no_copies_but_where_it_was_computed() -> None:
+    state = RouterState(make_policy("ear"))
+    raise_up(state, "w")
+    worker = state.fleet[WorkerId("w")]
+    prefix = Prefix()
+    prefix.grow(worker, 50_000)
+    prefix.hold(None, Tier.REMOTE, 50_000)
+    prefix.grow(worker, 50_700)
+    assert {copy.tier for copy in prefix.copies} == {Tier.DEVICE, Tier.REMOTE}
+    prefix.grow(worker, 10_000)
+    assert [(copy.worker, copy.tier, copy.tokens) for copy in prefix.copies] == [
+        (worker, Tier.DEVICE, 10_000)
+    ]

@@ -55,6 +55,18 @@ def test_below_t_hot_a_session_stays_and_above_it_migrates(name: str) -> None:
     assert (moved.source.worker, moved.cached_tokens, moved.moved_tokens) == (owner, 10_000, 10_000)
 
 
+@pytest.mark.parametrize("name", ["ear", "ownerserve"])
+def test_who_does_not_own_a_session_hands_none_over(name: str) -> None:
+    """Its home has the state as a guest: the owner is gone. A copy is all that can be brought."""
+    fleet, (home, other) = pair()
+    load(home, pending=HOT)
+    turn = request(10_500, owner=None, home=home, turns=3, copies=(on(home, 10_000),))
+    moved = decide(turn, fleet, name)
+    assert (moved.worker, moved.action) == (other, PlacementAction.ARTIFACT_FETCH)
+    handed_over = decide(owned(home), fleet, name)
+    assert handed_over.action is PlacementAction.STATE_MIGRATION
+
+
 def test_without_a_mover_it_fetches_and_says_what_it_wants() -> None:
     fetcher = Profile(speed=SPEED, actions=ABLE.actions - {PlacementAction.STATE_MIGRATION})
     fleet, (owner, other) = pair(fetcher)

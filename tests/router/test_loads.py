@@ -168,3 +168,21 @@ def test_a_fleet_that_nobody_needs_any_more_is_freed() -> None:
     del state
     assert workers() == 0
     gc.unfreeze()
+
+
+def test_a_turn_that_is_over_counts_no_more_with_a_stamp_of_before_it() -> None:
+    state, worker = alone()
+    stamp(state, 100.0, 0.0)
+    turn = dispatched(state, "a", 1.0, prompt_bytes=4000)
+    state.handle(Done(turn.receipt), 2.0)
+    stamp(state, 100.5, 2.5)  # made before the turn came
+    assert (worker.pending_tokens, worker.batch) == (0, 0)
+
+
+def test_a_former_lifes_stamp_says_nothing_of_the_present_one() -> None:
+    state, worker = alone()
+    raise_up(state, "w0", life=2)
+    state.handle(Stamped(status("w0", 200.0, pending=9000, running=4)), 5.0)
+    assert (worker.pending_tokens, worker.batch) == (0, 0)
+    state.handle(Stamped(status("w0", 201.0, pending=500, running=1, incarnation=2)), 6.0)
+    assert (worker.pending_tokens, worker.batch) == (500, 1)

@@ -402,8 +402,10 @@ class OwnerState:
         session_id = told.session_id
         self._advancing.discard(session_id)
         grant = self.grants.get(session_id)
-        if grant is None or grant.epoch != told.epoch:
+        if grant is None:
             return []
+        if grant.epoch != told.epoch:  # it was of a former grant; this one's tip has waited for it
+            return self._advance(session_id, now_s)
         if isinstance(outcome, Conflict) and not self._is_ours(outcome.current, grant):
             self._lose(session_id)
             is_named = outcome.current.owner == self.unit  # then nobody else could have it
