@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,8 +14,10 @@ import pytest
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import MIB
+from ownerserve.node.storage import media
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.storage.media import open_remote, write_policy
+from ownerserve.store.tiers.blobs import DirectoryBlobs
 from ownerserve.store.tiers.placement import OnEviction, WriteBack, WriteThrough
 
 ALL = ("memory", "disk", "remote")
@@ -66,6 +69,12 @@ class Joined:
     def setup(self, *given: object) -> int:
         Joined.set_up = given
         return Joined.status
+
+    def get(self, key: str) -> bytes:
+        return b""
+
+    def is_exist(self, key: str) -> int:
+        return 0
 
 
 @pytest.fixture
@@ -123,3 +132,19 @@ def test_a_shared_directory_that_cannot_be_made_is_one_warning(
     assert [tier.name for tier in backing.tiers.tiers] == ["disk"]
     assert [record.message for record in caplog.records if "without it" in record.message]
     backing.close()
+
+
+def test_a_medium_that_never_answers_does_not_keep_a_worker_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = Event()
+
+    class Silent(DirectoryBlobs):
+        def get_into(self, key: str, offset: int, into: memoryview) -> int:
+            answer.wait()
+            return super().get_into(key, offset, into)
+
+    monkeypatch.setattr(media, "DirectoryBlobs", Silent)
+    monkeypatch.setattr(media, "AGREE_S", 0.05)
+    assert open_remote(str(tmp_path / "shared"), ManualClock(0.0)).name == "remote"
+    answer.set()

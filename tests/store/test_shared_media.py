@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ownerserve.store.format.seal import Keys
+from ownerserve.store.tiers.agreement import KEY_PRINT
 from ownerserve.store.tiers.backend import put
 from ownerserve.store.tiers.blobs import Blobs, DirectoryBlobs
 from ownerserve.store.tiers.remote import RemoteTier, record_key
@@ -108,7 +109,7 @@ def test_a_read_that_slips_once_is_served_from_the_second(node, samples, shared)
     class Slips(StuckReader):
         def get_into(self, key: str, offset: int, into: memoryview) -> int:
             count = super().get_into(key, offset, into)
-            self.sick = False
+            self.sick = self.sick and not key.startswith("records/")
             return count
 
     tier = node(b"one", Slips(shared, random.Random(1)))
@@ -190,7 +191,7 @@ def test_a_purge_takes_what_was_held_against_a_tenants_blob(node, samples, share
     samples.read(tier, 1)
     assert list(shared.glob("suspects/*/*"))
     tier.purge(tenant)
-    assert [path for path in shared.rglob("*") if path.is_file()] == []
+    assert [path for path in shared.rglob("*") if path.is_file()] == [shared / KEY_PRINT]
 
 
 def test_a_blob_under_anothers_name_is_removed_alone(node, samples, shared):

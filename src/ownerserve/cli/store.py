@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from ownerserve.cli.options import Finite
 from ownerserve.cli.output import OutputFolder, console_for, json_option, write_json
+from ownerserve.kv.durable import sync_directory
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.prefix import tenant_salt
 from ownerserve.kv.units import KIB, MIB, format_bytes, parse_bytes
@@ -23,7 +25,7 @@ from ownerserve.store.disk.maintain import QUARANTINE_KEPT_S, collect, verify_al
 from ownerserve.store.disk.rotate import KeyChange, Rotated, replace_lost_key, rotate_key
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.disk.tier import DiskOptions, DiskTier, Index
-from ownerserve.store.format.seal import Keys
+from ownerserve.store.format.seal import KEY_BYTES, Keys
 from ownerserve.store.index.reader import IndexEntry, IndexFailed
 from ownerserve.store.service.measure import DiskBench, Measured, measure_index
 from ownerserve.store.service.runtime import WallClock
@@ -298,6 +300,27 @@ def _tag(text: str, secret_file: Path | None = None) -> bytes:
             "--tenant", f"{text!r} is not 64 hex digits", "give --secret-file to use a name"
         )
     return tag
+
+
+@command.command("new-key", short_help="Make a key file for those who share a medium.")
+@click.argument("file", metavar="FILE", type=FILE)
+def new_key(file: Path) -> None:
+    """Write 32 random bytes to a new FILE that its owner alone may read (0600).
+
+    Give the same file to every worker that shares a medium, as --remote-key-file.
+
+    \b
+    ownerserve store new-key /etc/ownerserve/medium.key
+    """
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as made:
+            made.write(os.urandom(KEY_BYTES))
+            made.flush()
+            os.fsync(made.fileno())
+        sync_directory(file.absolute().parent)
+    except OSError as error:
+        raise InvalidInput("FILE", str(error), "name a new file in a folder of yours") from error
 
 
 @command.command("rotate-key", short_help="Seal all tenants' records by a new key.")

@@ -95,6 +95,14 @@ if TYPE_CHECKING:
     " Mooncake's own settings (MOONCAKE_MASTER, MOONCAKE_CONFIG_PATH) say which store it is.",
 )
 @click.option(
+    "--remote-key-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The key of all who share --remote (`ownerserve store new-key FILE`): every record there"
+    " bears a MAC, and tenants' records may lie there. Without one whoever can write the medium can"
+    " forge what it holds, and tenants' records stay out.",
+)
+@click.option(
     "--write",
     metavar="POLICY",
     help="Where a copy is written first: write-through[:TIER] (kept is durable there; the default,"
@@ -305,6 +313,7 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
     from ownerserve.node.vocabulary.settings import NodeSettings
 
     store, spill_after = flags["store"], flags["spill_after"]
+    remote_key = flags["remote_key_file"]
     low, high = (float(str(flags[name])) / 100 for name in ("evict_below", "evict_to"))
     if low > high:
         raise InvalidInput("evict-below", f"{low:.1%} is above --evict-to", "order the watermarks")
@@ -321,6 +330,7 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
         store=store if isinstance(store, Path) else None,
         host_cache_bytes=sizes["host_cache"],
         remote=None if flags["remote"] is None else str(flags["remote"]),
+        remote_key_file=remote_key if isinstance(remote_key, Path) else None,
         write=DEFAULT_WRITE if flags["write"] is None else str(flags["write"]),
         node=NodeSettings(spill_after_s=None if spill_after is None else float(str(spill_after))),
         watermarks=Watermarks(low, high),

@@ -18,9 +18,9 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def make_directory(directory: Path) -> None:
-    """Make `directory` and what is missing above it, so that their names are durable. Raises
-    OSError.
+def make_directory(directory: Path, *, mode: int = 0o777) -> None:
+    """Make `directory` and what is missing above it, so that their names are durable. Each gets
+    `mode`, less the umask. Raises OSError.
 
     One that stands is synced too: who made it may have died before its own sync.
     """
@@ -30,7 +30,7 @@ def make_directory(directory: Path) -> None:
         missing.append(path)
         path = path.parent
     for path in reversed(missing):
-        path.mkdir(exist_ok=True)
+        path.mkdir(mode, exist_ok=True)
         sync_directory(path.parent)
     if not missing:
         with suppress(PermissionError):  # above what is ours: its owner's to keep

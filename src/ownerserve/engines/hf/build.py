@@ -59,6 +59,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
     writes to them as `write` says (node.storage.media); without, it keeps state on the device only.
+    `remote_key_file` has the key of all who share the medium (None: it bears none).
     """
 
     model: str
@@ -73,6 +74,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     store: Path | None = None
     host_cache_bytes: int = 0
     remote: str | None = None
+    remote_key_file: Path | None = None
     write: str = DEFAULT_WRITE
     node: NodeSettings = NodeSettings()
     watermarks: Watermarks = Watermarks()
@@ -164,6 +166,7 @@ def build_node(
         options.store,
         options.host_cache_bytes,
         remote=options.remote,
+        remote_key_file=options.remote_key_file,
         write=options.write,
         upkeep_s=upkeep_s,
         cuda=cuda,

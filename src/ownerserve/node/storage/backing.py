@@ -235,6 +235,7 @@ def open_backing(
     host_bytes: int,
     *,
     remote: str | None = None,
+    remote_key_file: Path | None = None,
     write: str = DEFAULT_WRITE,
     upkeep_s: float = 0.0,
     cuda: CudaHost | None = None,
@@ -243,16 +244,19 @@ def open_backing(
     point_share: float = POINT_SHARE,
 ) -> Backing | None:
     """Open host memory of `host_bytes` (0: none) over the store at `directory` (None: none), which
-    holds `disk_bytes` at most, over the shared medium `remote` (None: none), written as `write`
-    says, tidied every `upkeep_s` seconds (0: never). `point_share` of host memory and disk is for
-    point state. `cuda` is the runtime that page-locks the host memory, that of the disk's buffers
-    too. `buffer_bytes` is what writers may have reserved at once on disk: until it is durable it is
-    in the tier's own memory. None: there is no tier. `media` has the words.
+    holds `disk_bytes` at most, over the shared medium `remote` (None: none), sealed by the key in
+    `remote_key_file` (None: none), written as `write` says, tidied every `upkeep_s` seconds (0:
+    never). `point_share` of host memory and disk is for point state. `cuda` is the runtime that
+    page-locks the host memory, that of the disk's buffers too. `buffer_bytes` is what writers may
+    have reserved at once on disk: until it is durable it is in the tier's own memory. None: there
+    is no tier. `media` has the words.
 
     A medium that does not let the store be opened is one warning: the worker serves without it.
     Raises InvalidInput for what the operator can mend (another writer, another format).
     """
     write_policy(write)  # before anything is opened
+    if remote_key_file is not None and not remote:
+        raise InvalidInput("remote-key-file", "no shared medium is named", "name one as remote")
     clock = WallClock()
     tiers: list[TierBackend] = []
     memory = None if cuda is None else PinnedMemory(cuda)
@@ -272,7 +276,7 @@ def open_backing(
                 landing=BufferPool(max(BUFFERS_BYTES, 2 * buffer_bytes), memory=memory),
             )
         ),
-        lambda: remote and open_remote(remote, clock),
+        lambda: remote and open_remote(remote, clock, remote_key_file),
     )
     for opener in openers:
         try:

@@ -25,6 +25,7 @@ from ownerserve.store.format.header import CHUNK, chunks_of
 KEY_BYTES = 32
 SALT_BYTES = 16
 NO_MAC = bytes(32)
+_NO_TENANT = bytes(32)
 
 
 class SealKind(IntEnum):
@@ -197,6 +198,19 @@ class Keys:
         """Return the seal for a new record; None when the tenant's key is not at hand."""
         return self.resealing(tenant, self._at_rest if tenant else SealKind.XXH3)
 
+    def may_bear(self, tenant: bytes, kind: int) -> bool:
+        """Tell whether a sound record of `tenant` may bear such a seal, whoever has its key."""
+        return bool(tenant) == (kind != SealKind.XXH3)
+
+    def fingerprint(self) -> bytes:
+        """Return the fingerprint of the master key; empty without one."""
+        return fingerprint(self._masters[0]) if self._masters else b""
+
+    def for_medium(self) -> MediumKeys:
+        """Return the same keys for a medium that others can write."""
+        master, former = (*self._masters, None, None)[:2]
+        return MediumKeys(master, self._at_rest, former=former)
+
     def resealing(self, tenant: bytes, kind: int) -> Seal | None:
         """Return the seal of this kind for a record of `tenant`; None as for `for_read`."""
         return next(iter(self.for_read(tenant, kind)), None)
@@ -215,11 +229,36 @@ class Keys:
     def _make(self, tenant: bytes, kind: int) -> tuple[Seal, ...]:
         if not tenant:
             return (Xxh3Seal(),) if kind == SealKind.XXH3 else ()
+        return self._keyed(tenant, kind)
+
+    def _keyed(self, tag: bytes, kind: int) -> tuple[Seal, ...]:
         makers = {SealKind.BLAKE3: Blake3Seal, SealKind.AES_GCM: AesGcmSeal}
         maker = makers.get(SealKind(kind))
         if maker is None:
             return ()
-        return tuple(maker(blake3(tenant, key=master).digest()) for master in self._masters)
+        return tuple(maker(blake3(tag, key=master).digest()) for master in self._masters)
+
+
+class MediumKeys(Keys):
+    """MediumKeys are the keys of a medium that others can write: with a master key every record
+    bears a MAC, one of no tenant too. Without one what belongs to no tenant bears a digest, which
+    whoever writes the medium can forge.
+    """
+
+    def for_write(self, tenant: bytes) -> Seal | None:
+        """Return the seal for a new record; None when the tenant's key is not at hand."""
+        if tenant:
+            return super().for_write(tenant)
+        return self.resealing(tenant, SealKind.BLAKE3 if self._masters else SealKind.XXH3)
+
+    def may_bear(self, tenant: bytes, kind: int) -> bool:
+        """Tell whether a sound record of `tenant` may bear such a seal, whoever has its key."""
+        return kind != SealKind.XXH3 or not (tenant or self._masters)
+
+    def _make(self, tenant: bytes, kind: int) -> tuple[Seal, ...]:
+        if not self.may_bear(tenant, kind):
+            return ()
+        return (Xxh3Seal(),) if kind == SealKind.XXH3 else self._keyed(tenant or _NO_TENANT, kind)
 
 
 def new_salt(seal: Seal) -> bytes:

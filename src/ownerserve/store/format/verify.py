@@ -31,6 +31,10 @@ class NoKey(Corrupt):
     """The record may be good; the key that would tell is not at hand."""
 
 
+class Forged(Corrupt):
+    """The header is whole and its MAC is not by our key: somebody else's record."""
+
+
 class BadRange(Corrupt):
     """The want asks for units that the record does not have."""
 
@@ -71,8 +75,8 @@ def open_header(data: memoryview, keys: Keys) -> tuple[RecordHeader, Seal]:
         raise Corrupt(f"unknown seal {header.seal}")
     seals = keys.for_read(header.meta.tenant, header.seal)
     if not seals:
-        if bool(header.meta.tenant) == (header.seal == 1):
-            raise Corrupt("a tenant's record must bear a MAC, a shared one can't")
+        if not keys.may_bear(header.meta.tenant, header.seal):
+            raise Forged("not sealed as such a record must be")
         raise NoKey("no key for this tenant")
     if len(header.tags) != chunks_of(header.payload_bytes) * seals[0].tag_bytes:
         raise Corrupt("chunk table of the wrong length")
@@ -84,7 +88,7 @@ def open_header(data: memoryview, keys: Keys) -> tuple[RecordHeader, Seal]:
     for seal in seals:
         if compare_digest(seal.header_mac(covered), header.mac):
             return header, seal
-    raise Corrupt("header MAC does not match")
+    raise Forged("header MAC does not match")
 
 
 def check_place(header: RecordHeader, store_id: bytes, segment: int, offset: int) -> None:

@@ -18,6 +18,7 @@ from ownerserve.kv.durable import make_directory, sync_directory
 from ownerserve.kv.errors import CapacityExceeded
 
 _UNFINISHED = ".tmp"
+_FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 
 
 class Backpressure(CapacityExceeded):
@@ -69,13 +70,13 @@ class Blobs(Protocol):
 
 class DirectoryBlobs:
     """DirectoryBlobs are files of a directory that several machines may share (NFS, CephFS,
-    Lustre).
+    Lustre). They are their owner's alone (0600, folders 0700): all machines write as one user.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._kept: set[Path] = set()
-        make_directory(root)
+        make_directory(root, mode=_FOLDER_MODE)
 
     def _path(self, key: str) -> Path:
         return self._root / key
@@ -93,7 +94,7 @@ class DirectoryBlobs:
         self._keep_folder(path.parent)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{_UNFINISHED}")
         try:
-            with temporary.open("xb", buffering=0) as file:
+            with open(temporary, "xb", buffering=0, opener=_for_us_alone) as file:
                 done = 0
                 while done < len(data):
                     count = file.write(data[done:])
@@ -114,7 +115,7 @@ class DirectoryBlobs:
             return
         if folder != self._root:
             self._keep_folder(folder.parent)
-        make_directory(folder)
+        make_directory(folder, mode=_FOLDER_MODE)
         self._kept.add(folder)
 
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
@@ -165,6 +166,10 @@ class DirectoryBlobs:
                     path.unlink()
                     gone += 1
         return gone
+
+
+def _for_us_alone(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, _FILE_MODE)
 
 
 def _link(temporary: Path, path: Path) -> None:

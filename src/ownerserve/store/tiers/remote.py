@@ -13,12 +13,13 @@ refuses.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from ownerserve.kv.clock import Clock
-from ownerserve.kv.errors import CapacityExceeded, Corrupt
+from ownerserve.kv.errors import CapacityExceeded, Corrupt, InvalidInput
 from ownerserve.store.format.header import (
     BLOCK,
     CHUNK,
@@ -47,6 +48,7 @@ from ownerserve.store.format.model import (
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.verify import (
     BadRange,
+    Forged,
     NoKey,
     check_place,
     chunk_span,
@@ -56,6 +58,7 @@ from ownerserve.store.format.verify import (
     record_room,
     span_of,
 )
+from ownerserve.store.tiers.agreement import agree
 from ownerserve.store.tiers.backend import EVERY_RECORD, Reservation
 from ownerserve.store.tiers.blobs import Backpressure, Blobs
 from ownerserve.store.tiers.buffers import BufferPool, BufferSource
@@ -69,6 +72,8 @@ from ownerserve.store.tiers.catalogue import (
 from ownerserve.store.tiers.health import Health
 from ownerserve.store.tiers.policy import ExpectedUse, TierLimits
 from ownerserve.store.tiers.suspects import Suspects, this_machine
+
+log = logging.getLogger("ownerserve.store")
 
 NOWHERE = bytes(16)
 UNFINISHED_S = 24 * 3600.0
@@ -100,7 +105,8 @@ class RemoteTier:
         self.name = name
         self._blobs = blobs
         self._clock = clock
-        self._keys = keys
+        self._keys = keys.for_medium()
+        self._has_agreed = False
         self._ttls = limits or TierLimits()
         self._catalogue = Catalogue(blobs, clock, limits, ExpectedUse())
         self._landing = BufferPool()
@@ -113,6 +119,21 @@ class RemoteTier:
             machine=machine or this_machine(),
             counters=self.counters,
         )
+
+    def agree(self) -> None:
+        """Compare this tier's key with the medium's. Raises InvalidInput for another one, OSError
+        or Backpressure where the medium does not say.
+        """
+        if self._has_agreed:
+            return
+        try:
+            agree(self._blobs, self._keys.fingerprint(), self.health.name)
+        except InvalidInput as error:
+            if not self.counters["key_refused"]:
+                log.warning("%s", error)
+            self.counters["key_refused"] += 1
+            raise
+        self._has_agreed = True
 
     def find(self, ids: Sequence[bytes]) -> Mapping[bytes, Listed]:
         """Return what the medium has of `ids`, from the records' headers: one round trip for each
@@ -157,25 +178,35 @@ class RemoteTier:
 
     def _read_twice(self, want: Want, landing: BufferSource) -> ReadPart | MissReason:
         """Read, and what fails verification once more into memory of its own: only what fails twice
-        is held against the blob.
+        is held against the blob. What is whole and sealed otherwise is a miss and no more: it may
+        be good by another key, and nobody's to move.
         """
-        outcome = self._read_shielded(want, landing, self._landing)
-        if outcome is MissReason.CORRUPT:
+        try:
+            outcome = self._read_shielded(want, landing, self._landing)
+            if outcome is not MissReason.CORRUPT:
+                if isinstance(outcome, ReadPart):
+                    self.suspects.verified()
+                return outcome
             fresh = BufferPool(idle_limit_bytes=0)
             outcome = self._read_shielded(want, fresh, fresh)
-            if outcome is MissReason.CORRUPT:
-                self.suspects.accuse(want.id, record_key(want.id))
-            elif isinstance(outcome, ReadPart):
-                self.suspects.slipped(want.id)
+        except Forged:
+            self.counters["forged"] += 1
+            self.suspects.hide(want.id)
+            return MissReason.CORRUPT
+        if outcome is MissReason.CORRUPT:
+            self.suspects.accuse(want.id, record_key(want.id))
         elif isinstance(outcome, ReadPart):
-            self.suspects.verified()
+            self.suspects.slipped(want.id)
         return outcome
 
     def _read_shielded(
         self, want: Want, landing: BufferSource, heads: BufferSource
     ) -> ReadPart | MissReason:
         try:
+            self.agree()
             return self._read(want, landing, heads)
+        except InvalidInput:
+            return MissReason.NO_KEY
         except FileNotFoundError:
             return MissReason.ABSENT
         except OSError:
@@ -188,6 +219,8 @@ class RemoteTier:
             return MissReason.NO_KEY
         except OtherFormat:
             return MissReason.OTHER_FORMAT
+        except Forged:
+            raise
         except Corrupt:
             return MissReason.CORRUPT
 
@@ -246,6 +279,16 @@ class RemoteTier:
         if not 0 < payload_bytes <= MAX_PAYLOAD or payload_bytes % meta.units:
             return RefusalReason.TOO_LARGE
         if not self.health.writable(self._clock.now()):
+            return RefusalReason.IO_ERROR
+        try:
+            self.agree()
+        except InvalidInput:
+            return RefusalReason.NO_KEY
+        except Backpressure:
+            return RefusalReason.BUSY
+        except OSError as error:
+            self.counters["io_errors"] += 1
+            self.health.failed(error, self._clock.now())
             return RefusalReason.IO_ERROR
         return RefusalReason.NO_KEY if self._keys.for_write(meta.tenant) is None else None
 

@@ -118,6 +118,11 @@ class Suspects:
             del self._hidden_s[id_]
             return False
 
+    def hide(self, id_: bytes) -> None:
+        """Let the blob not be found here for `HIDDEN_S`."""
+        with self._lock:
+            self._hidden_s[id_] = self._clock.now()
+
     def clear(self, id_: bytes) -> None:
         """Note that the blob was removed or written anew: it is not hidden any more."""
         with self._lock:
@@ -138,8 +143,7 @@ class Suspects:
                 "%s: record %s quarantined: two machines read it badly", self._name, id_.hex()[:16]
             )
             return
-        with self._lock:
-            self._hidden_s[id_] = self._clock.now()
+        self.hide(id_)
         self._note(id_)
 
     def _judge(self, id_: bytes, key: str) -> bool:
