@@ -27,7 +27,7 @@ def test_a_term_is_durable_before_it_counts(
     monkeypatch.setattr(os, "fsync", spy)
     TermFile(tmp_path).start()
     part = Path(FILE_NAME).with_suffix(".part").name
-    assert synced == [(part, False), (tmp_path.name, True)]
+    assert synced[-2:] == [(part, False), (tmp_path.name, True)]
 
 
 def test_a_term_is_above_all_that_were_started_or_heard_of(tmp_path: Path) -> None:
