@@ -75,9 +75,10 @@ LEAST_RECORD_BLOCKS = 8
 ALWAYS = Defaults(
     "restores = always",
     Coefficients(0.0, 1e6, 0.0),
-    {Tier.DISK: Medium(0.0, 1e12)},
+    {Tier.HOST: Medium(0.0, 1e12), Tier.DISK: Medium(0.0, 1e12)},
 )
-"""Prices by which nothing is computed that can be loaded."""
+"""Prices by which nothing is computed that can be loaded; on a GPU all of it lands in host memory
+first."""
 
 
 class ConnectorParts:

@@ -200,7 +200,7 @@ class RecordNames:
         self._engine = engine
         digest = identity.digest()
         self._ids = {c.name: ArtifactIds(digest, c.name) for c in components}
-        self._places: dict[str, list[bytes]] = {name: [] for name in self.range_names}
+        self._places: dict[str, list[bytes]] = {name: [] for name in self._ids}
         self.tenant = identity.tenant_salt if any(identity.tenant_salt) else SHARED
         self._slot_bytes = {c.name: c.slot_bytes for c in components}
         self._metas = {c.name: self._meta(c) for c in components}
