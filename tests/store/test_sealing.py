@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
-from ownerserve.store.format.header import BLOCK, decode, with_mac
-from ownerserve.store.format.seal import SealKind
+from ownerserve.store.format.header import BLOCK, decode, moved, with_mac
+from ownerserve.store.format.seal import SealKind, Xxh3Seal
 from ownerserve.store.format.segment import segment_path
+from ownerserve.store.format.verify import draft
 from ownerserve.store.index.reader import IndexEntry
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.buffers import BufferPool
@@ -57,6 +58,23 @@ def test_a_header_changed_without_the_key_is_refused(open_disk, samples, at_rest
     with segment_path(tier.core.home.directory, entry.segment).open("r+b") as file:
         file.seek(entry.offset)
         file.write(forged)
+    assert samples.read(tier, 1) == "corrupt"
+
+
+@pytest.mark.parametrize("at_rest", KEYED)
+def test_a_tenants_record_without_a_mac_is_refused(open_disk, samples, at_rest):
+    """All of it right, digest and CRC too: only who has no key would write it so."""
+    tier = open_disk(at_rest=at_rest)
+    meta = samples.meta(1, tenant=TENANT, descriptor=b"")
+    put(tier, meta, samples.payload(1))
+    entry = entry_of(tier, samples, 1)
+    forged = bytearray(entry.stored_bytes)
+    forged[BLOCK : BLOCK + 10_000] = b"forged" * 1666 + b"1234"
+    draft(memoryview(forged), meta, 10_000, seal=Xxh3Seal(), now_ms=1)
+    place = decode(stored(tier, entry)[:BLOCK]).place
+    with segment_path(tier.core.home.directory, entry.segment).open("r+b") as file:
+        file.seek(entry.offset)
+        file.write(moved(forged[:BLOCK], place) + forged[BLOCK:])
     assert samples.read(tier, 1) == "corrupt"
 
 
