@@ -150,6 +150,10 @@ def test_what_an_operator_changes_all_processes_do_also_one_that_starts_again(
         assert page.status_code == 200 and "<script>" in page.text
         assert len(all_of_it.admin("/sessions?last=500")["sessions"]) >= 24
         assert len(all_of_it.admin("/decisions?last=500")["decisions"]) >= 24
+        for path, methods in all_of_it.admin("/openapi.json")["paths"].items():
+            if "get" in methods:
+                assert httpx.get(admin + path, timeout=30).status_code == 200, path
+        assert len(all_of_it.admin("/owners?last=500")["sessions"]) >= 24
         bad = httpx.get(f"{admin}/decisions?last=x", timeout=30)
         assert bad.status_code == 400
         assert httpx.get(f"{admin}/status?last=x", timeout=30).status_code == 200

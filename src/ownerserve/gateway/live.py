@@ -165,7 +165,7 @@ def newest_sessions(gateway: Gateway, last: int) -> SessionsAnswer:
 def newest_owners(gateway: Gateway, last: int) -> Owners:
     """Return who owns the sessions that were used last, how many sessions go to each worker, and
     the newest changes of owners."""
-    table = gateway.state.sessions
+    now, table = gateway.now(), gateway.state.sessions
     last = min(last, SESSIONS_TOLD_MAX)
     return Owners(
         known=len(table),
@@ -173,7 +173,7 @@ def newest_owners(gateway: Gateway, last: int) -> Owners:
             OwnerCount(worker=one.id, dp_rank=one.dp_rank, sessions=one.bound_sessions)
             for one in gateway.state.fleet
         ],
-        sessions=[_owner(name, one) for name, one in islice(table.newest(), last)],
+        sessions=[_owner(name, one, now) for name, one in islice(table.newest(), last)],
         owner_changes=_changes(gateway, last),
         changes=dict(gateway.turns.observer.owner_changes.counts.items()),
     )
@@ -194,13 +194,14 @@ def _changes(gateway: Gateway, last: int) -> list[OwnerChangeRow]:
     ]
 
 
-def _owner(name: SessionId, session: RoutedSession) -> OwnerRow:
+def _owner(name: SessionId, session: RoutedSession, now: float) -> OwnerRow:
     epoch = session.epoch
     return OwnerRow(
         session=name,
         owner=_id(session.owner),
         up=session.live_owner is not None,
         granted_to=_granted_to(session),
+        seen_s_ago=round(now - session.seen_at_s, 3),
         epoch=None if epoch is None else EpochRow(term=epoch.term.ordinal, counter=epoch.counter),
     )
 

@@ -362,6 +362,7 @@ class OwnerRow(AdminAnswer):
     owner: str | None
     up: bool
     granted_to: str | None
+    seen_s_ago: float
     epoch: EpochRow | None
 
 

@@ -109,7 +109,7 @@ def app_of(endpoints: Sequence[Endpoint]) -> Starlette:
         by_path[one.path].append(one)
     app = Starlette(
         routes=[_route(path, rows) for path, rows in by_path.items()],
-        exception_handlers={HTTPException: _no_endpoint, Exception: _fault},
+        exception_handlers={HTTPException: _no_endpoint, Exception: fault_response},
     )
     app.router.redirect_slashes = False
     return app
@@ -187,7 +187,7 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
     return problem_response(error.status_code, problem, error.headers)
 
 
-async def _fault(request: Request, error: Exception) -> Response:
+async def fault_response(request: Request, error: Exception) -> Response:
     """Answer for a fault of the gateway's own, which its server logs."""
     message = "a fault in the gateway; its log has it"
     problem = ErrorRow(code="gateway_fault", field=None, message=message, mend="report it")

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ownerserve.gateway.admin import get_page, server_of
-from ownerserve.gateway.admin_api.endpoints import Asked
+from ownerserve.gateway.admin_api.endpoints import Asked, fault_response
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.server_tls import ServerTls
 from ownerserve.gateway.logs import tell
@@ -90,7 +90,8 @@ class Front:
                 Route("/", _page),
                 Route("/metrics", self._metrics),
                 Route("/{path:path}", self._answer, methods=METHODS),
-            ]
+            ],
+            exception_handlers={Exception: fault_response},
         )
 
     async def _answer(self, request: Request) -> Response:
