@@ -3,13 +3,16 @@ request but for its body's length.
 
 Owns which heads are known: plain ones, whose body has a length and on whose connection another
 request may follow. One is found by all its bytes but the length's digits, after the parser and all
-rules have passed it once: what they would say again is not asked again. Keys are in these bytes.
-They are found by a hash that nobody outside can foretell, so that the time of a look-up tells
-nothing of a key that is nearly right.
+rules have passed it once: what they would say again is not asked again. Keys are in these bytes,
+and are compared nowhere: a head is known by its digest under a secret of this process, so that the
+time of a look-up tells nothing of a key that is nearly right, whatever Python's own hash is seeded
+with (PYTHONHASHSEED).
 """
 
 from __future__ import annotations
 
+import os
+from hashlib import sha256
 from typing import TypeAlias
 
 from msgspec import structs
@@ -53,11 +56,12 @@ class KnownHeads:
     first."""
 
     def __init__(self) -> None:
+        self._secret = sha256(os.urandom(sha256().block_size))
         self._heads: dict[bytes, RequestHead] = {}
 
     def get(self, head: bytes) -> RequestHead | None:
         """Return the head with these bytes; None when it is not known."""
-        return self._heads.get(head)
+        return self._heads.get(self._digest(head))
 
     def learn(self, data: bytes, head: RequestHead) -> None:
         """Know the head with these bytes from now on, if it is a plain one."""
@@ -69,7 +73,12 @@ class KnownHeads:
         if len(self._heads) >= KNOWN_MAX:
             del self._heads[next(iter(self._heads))]
         said = {name: value for name, value in special.items() if name != b"content-length"}
-        self._heads[data] = structs.replace(head, special=said)
+        self._heads[self._digest(data)] = structs.replace(head, special=said)
+
+    def _digest(self, head: bytes) -> bytes:
+        digest = self._secret.copy()
+        digest.update(head)
+        return digest.digest()
 
     def forget(self) -> None:
         """Know none any more: who is let in may be another now."""
