@@ -8,8 +8,16 @@ from hypothesis import strategies as st
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.inventory import Has, Lost, Page
-from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.vocabulary.events import RecordsLost, Remembered, SessionOver, Tick
+from ownerserve.node.ownership.inventory import Inventory, Residency
+from ownerserve.node.vocabulary.events import (
+    Locate,
+    Located,
+    RecordsLost,
+    Remembered,
+    SessionOver,
+    Tick,
+)
+from ownerserve.node.vocabulary.operations import Operations
 from tests.support.node.node_driver import B, NodeDriver
 
 TOKENS = list(range(1000, 1000 + 10 * B))
@@ -175,3 +183,27 @@ def test_the_next_life_tells_what_the_file_says_and_the_store_has() -> None:
     sessions = (S, SessionId("other"), SessionId("nobody's"))
     assert [residency.restorable(one) for one in sessions] == [len(TOKENS), 0, 0]
     assert held(driver.state.inventory) == {("s", "disk"): len(TOKENS)}
+
+
+def test_where_a_former_tip_lies_is_not_told_of_the_present_one() -> None:
+    driver = NodeDriver()
+    driver.turn(TOKENS)
+    driver.idle()
+    former = driver.file[S]
+    driver.turn([*TOKENS, *range(5000, 5000 + 4 * B)])
+    driver.idle()
+    present = driver.file[S]
+    inventory = Inventory()
+    residency = Residency(driver.names, inventory, Operations(), can_replay=True)
+    residency.copied(former, 0.0)
+    [look] = residency.tick(0.0)
+    residency.copied(present, 0.1)
+    assert isinstance(look, Locate)
+    found = Located(look.operation_id, {Tier.DISK: frozenset(look.ids)})
+    assert not list(residency.completed(found, 0.2))
+    assert not held(inventory)
+    [look] = residency.tick(0.3)
+    assert isinstance(look, Locate)
+    found = Located(look.operation_id, {Tier.DISK: frozenset(look.ids)})
+    assert not list(residency.completed(found, 0.4))
+    assert held(inventory) == {("s", "disk"): present.depth * B}

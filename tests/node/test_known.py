@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode, execution_mode, lost_tokens
-from ownerserve.kv.prefix import pack
-from ownerserve.node.vocabulary.chains import MARKED_SESSIONS, MARKS_KEPT, KnownSessions, Plain
+from ownerserve.kv.prefix import hash_prefix, pack
+from ownerserve.node.vocabulary.chains import (
+    MARKED_SESSIONS,
+    MARKS_KEPT,
+    Chains,
+    KnownSessions,
+    Plain,
+)
 
 A, B = SessionId("a"), SessionId("b")
 M = ExecutionMode
@@ -77,3 +83,11 @@ def test_a_bounded_number_of_sessions_and_marks_is_kept() -> None:
     for number in range(MARKED_SESSIONS):
         known.left(SessionId(str(number)), plain([1, 2]), prompt_tokens=1)
     assert known.tokens_of(A, plain(range(1000))) == 0
+
+
+def test_an_edited_history_has_digests_of_its_own() -> None:
+    chains, session = Chains(16, block_bytes=64), SessionId("s")
+    told, edited = pack(range(64)), pack([*range(20), 7, *range(21, 64)])
+    assert chains.digests(told, session) == hash_prefix(told, 16)
+    assert chains.digests(edited, session) == hash_prefix(edited, 16)
+    assert chains.digests(edited, session) != hash_prefix(told, 16)

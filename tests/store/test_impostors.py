@@ -9,8 +9,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ownerserve.store.format.header import BLOCK, RecordPlace, decode, moved
+from ownerserve.store.format.header import BLOCK, CHUNK, RecordPlace, decode, encode, moved
 from ownerserve.store.format.model import ArtifactKind, WriteDone
+from ownerserve.store.format.seal import Keys, SealKind, Xxh3Seal
 from ownerserve.store.format.segment import segment_path
 from ownerserve.store.tiers.backend import put
 from tests.support.store.samples import digest
@@ -108,3 +109,66 @@ def test_what_is_behind_a_record_is_zeros_whatever_memory_held(open_disk, sample
     record, entry = record_of(tier, short.id)
     padding = record[entry.header_bytes + 100 :]
     assert len(padding) == BLOCK - 100 and not any(padding)
+
+
+def test_a_record_of_another_tenant_is_a_miss(open_disk, samples, tmp_path):
+    """Both are sealed with this fleet's key."""
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    tier = open_disk(key_file=key)
+    other = open_disk(tmp_path / "other", key_file=key)
+    mine, theirs = (samples.meta("x", tenant=letter * 32) for letter in (b"a", b"b"))
+    put(tier, mine, samples.payload("mine"))
+    put(other, theirs, samples.payload("theirs"))
+    planted, _ = record_of(other, theirs.id)
+    plant(tier, mine.id, placed(tier, mine.id, planted))
+    assert samples.read(tier, "x") == "corrupt"
+
+
+@pytest.mark.parametrize("field, value", [("first_token", 512), ("descriptor", b'{"block":256}')])
+def test_a_header_that_was_written_anew_without_the_key_is_a_miss(open_disk, samples, field, value):
+    tier = open_disk()
+    meta = samples.meta("x", tenant=b"t" * 32)
+    put(tier, meta, samples.payload("x"))
+    record, _ = record_of(tier, meta.id)
+    header = decode(record)
+    forged = encode(
+        msgspec.structs.replace(header, meta=msgspec.structs.replace(meta, **{field: value}))
+    )
+    plant(tier, meta.id, forged + record[len(forged) :])
+    assert samples.read(tier, "x") == "corrupt"
+
+
+def test_a_tenants_record_under_a_digest_that_needs_no_key_is_a_miss(open_disk, samples):
+    tier = open_disk()
+    meta = samples.meta("x", tenant=b"t" * 32)
+    put(tier, meta, samples.payload("x"))
+    record, _ = record_of(tier, meta.id)
+    header, payload = decode(record), bytearray(samples.payload("forged"))
+    tags = Xxh3Seal().close(memoryview(payload), header.salt)
+    seal, mac = SealKind.XXH3, bytes(32)
+    head = encode(msgspec.structs.replace(header, seal=seal, tags=tags, mac=mac))
+    forged = head + bytes(payload)
+    plant(tier, meta.id, forged + bytes(len(record) - len(forged)))
+    assert samples.read(tier, "x") == "corrupt"
+
+
+def test_each_tenant_has_a_key_of_its_own():
+    keys = Keys(b"k" * 32)
+    one, other = (keys.for_write(letter * 32) for letter in (b"a", b"b"))
+    assert one.header_mac(b"the same") != other.header_mac(b"the same")
+
+
+def test_no_two_chunks_are_encrypted_alike(open_disk, samples):
+    """Neither of two records nor of one: each has a salt, each chunk its place in the nonce."""
+    pytest.importorskip("cryptography")
+    tier = open_disk(at_rest=SealKind.AES_GCM, segment_bytes=8 * CHUNK)
+    payload, chunks = bytes(2 * CHUNK), set()
+    for name in "ab":
+        meta = samples.meta(name, tenant=b"t" * 32)
+        assert isinstance(put(tier, meta, payload), WriteDone)
+        record, entry = record_of(tier, meta.id)
+        for at in range(entry.header_bytes, entry.header_bytes + 2 * CHUNK, CHUNK):
+            chunks.add(record[at : at + 4096])
+    assert len(chunks) == 4
+    assert samples.read(tier, "a", "b") == [payload, payload]
