@@ -13,7 +13,7 @@ GUIDELLM   := .venv-guidellm/.guidellm-0.8.1
 AIPERF     := .venv-aiperf/.aiperf-0.13.0
 ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
-.PHONY: bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: audit bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -41,6 +41,11 @@ test: setup      ## the tests that are fast: no engine, no kills; minutes
 
 test-all: setup  ## the rest of those that need no GPU and no vLLM: with the reference engine, kills, slow ones
 	$(RUN_TESTS) -m "not vllm and (engine or slow or crash)"
+
+MINUTES     ?= 10
+
+soak: setup      ## real processes under agents, with faults drawn: answers, books, memory, disk (MINUTES=180)
+	$(BIN)/python tools/soak.py --minutes $(MINUTES) --json build/soak.json
 
 # 15 s of CPU are 200 loops or fewer (tests/support/core_suite.py), whether or not files are compiled.
 test-core: setup ## the decision layers alone: no torch, no disk, in 15 s of CPU
@@ -77,6 +82,9 @@ mutants: setup   ## faults put into a copy of the package: the fast tests must n
 
 mutants-tenth: setup ## one in ten of them, others with each commit
 	$(BIN)/python tools/mutants.py --tenth
+
+audit: setup     ## known vulnerabilities of what the tests run with; says so where no service answers
+	$(BIN)/python tools/audit.py
 
 bench: setup bench-envs ## every benchmark; results in benchmarks/results/
 	$(BIN)/python benchmarks/run.py

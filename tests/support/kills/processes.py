@@ -75,6 +75,11 @@ class Member:
         self._process.send_signal(number)  # to one that is dead: nothing
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def is_dead(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
