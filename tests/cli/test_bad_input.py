@@ -35,6 +35,8 @@ from ownerserve.trace.synth.options import Options
 from ownerserve.trace.write import write_trace
 from tests.support.children import importing
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 60.0
 NOBODY = 65534
 HUGE = "99999999999999999999"

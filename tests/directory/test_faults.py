@@ -16,6 +16,8 @@ from tests.support.directory.fault_run import main, run
 from tests.support.directory.fault_world import World, play
 from tests.support.directory.mutations import MUTATIONS, Mutation, first_caught, likely_first
 
+pytestmark = pytest.mark.slow
+
 CAUGHT_WITHIN = 2000
 ONCE_VIOLATED = {
     350: "an owner that ceased to be one went on where it had read before",

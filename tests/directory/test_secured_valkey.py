@@ -108,6 +108,7 @@ def test_the_page_has_these_rights() -> None:
     assert RIGHTS in (ROOT / "docs" / "directory.md").read_text()
 
 
+@pytest.mark.slow
 def test_each_right_is_needed(tmp_path: Path, server: Secured, password: Path) -> None:
     """But for those that are the connection's: none is there for nothing."""
     for right in RIGHTS.split()[2:]:
@@ -217,6 +218,7 @@ def test_a_dead_first_address_hides_no_living_second_one(tmp_path: Path) -> None
         plain.stop()
 
 
+@pytest.mark.slow
 def test_sentinel_over_tls_names_the_primary(
     tmp_path: Path, ca: Authority, server: Secured, password: Path
 ) -> None:
@@ -244,6 +246,7 @@ def ran(*words: str, **more: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_commands_say_it_and_no_secret(tmp_path: Path, server: Secured, password: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text(WRONG)

@@ -37,6 +37,7 @@ from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import InvalidInput, PeerLost
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import ORDINAL_LIMIT, Epoch, RoutingUnit, Term
+from tests.support.waits import WAIT_S, until
 
 A = RoutingUnit(WorkerId("a"), 0, Incarnation(1))
 B = RoutingUnit(WorkerId("b"), 0, Incarnation(1))
@@ -180,10 +181,7 @@ def test_serve_status_rebuild(tmp_path: Path) -> None:
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 20
-        while not ready.exists():
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.02)
+        until(lambda: ready.exists() or process.poll() is not None)
         address = ready.read_text().strip()
         before = _json("directory", "status", address)
         assert before["schema"] == "ownerserve.directory.status/1"
@@ -197,7 +195,7 @@ def test_serve_status_rebuild(tmp_path: Path) -> None:
         assert outcome == ask.Refused(DirectoryRefusal.UNKNOWN_HOLDER)
         client.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(WAIT_S) == 0
     finally:
         process.kill()
         process.communicate()
@@ -270,7 +268,7 @@ def test_a_backend_that_raises_ends_no_service(
                 client.status()
         elif failing == "execute":
             client.execute([ask.Register(A)])
-        assert failed.wait(5.0)
+        assert failed.wait(WAIT_S)
         time.sleep(0.1)
     (leased,) = client.execute([ask.Register(A)])
     client.close()
@@ -287,7 +285,7 @@ def test_a_request_that_makes_a_backend_raise_costs_its_own_frame_alone(
 
     def slowly(requests: Sequence[ask.Request]) -> list[ask.Outcome]:
         begun.set()
-        go_on.wait(5.0)
+        go_on.wait(WAIT_S)
         return execute(requests)
 
     monkeypatch.setattr(directory, "execute", slowly)
@@ -299,11 +297,11 @@ def test_a_request_that_makes_a_backend_raise_costs_its_own_frame_alone(
         client.connect(server.address)
         for number, request in enumerate(frames):
             client.send_multipart([bytes([number]), encode(RequestBatch((request,)))])
-            assert begun.wait(5.0)
+            assert begun.wait(WAIT_S)
         time.sleep(0.2)  # the service is held up by the first: the others lie there together
         go_on.set()
         outcomes: dict[int, ask.Outcome] = {}
-        while len(outcomes) < len(frames) and client.poll(5000):
+        while len(outcomes) < len(frames) and client.poll(1000 * WAIT_S):
             number, data = client.recv_multipart()
             answer = decode_answer(data)
             assert isinstance(answer, Outcomes)

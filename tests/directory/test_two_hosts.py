@@ -17,6 +17,8 @@ from tests.support.children import importing
 from tests.support.netns import Host, two_hosts
 from tests.support.waits import until
 
+pytestmark = pytest.mark.slow
+
 COMMAND = (sys.executable, "-m", "ownerserve.cli.main")
 WAIT_S = 180.0
 

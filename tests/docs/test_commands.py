@@ -43,6 +43,8 @@ from ownerserve.trace.synth.options import Options
 from ownerserve.trace.transform import keep
 from ownerserve.trace.write import write_trace
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 SECONDS = 120.0

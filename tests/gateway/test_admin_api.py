@@ -36,6 +36,7 @@ def running(tmp_path: Path) -> Iterator[tuple[GatewayProcess, list[str]]]:
         yield gateway, [f"127.0.0.1:{port}" for port in ports]
 
 
+@pytest.mark.slow
 def test_cases_of_the_description_conform_and_none_is_a_fault(
     running: tuple[GatewayProcess, list[str]],
 ) -> None:
@@ -220,6 +221,7 @@ def test_who_lacks_the_key_hears_it_in_that_form_and_the_description_says_so(pla
     play(scenario, engines=1, admin_key="a-key")
 
 
+@pytest.mark.slow
 def test_the_log_level_changes_while_it_runs(running: tuple[GatewayProcess, list[str]]) -> None:
     gateway, _ = running
     place = gateway.admin_url + "/log-level"

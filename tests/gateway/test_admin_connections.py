@@ -80,7 +80,7 @@ def test_a_head_without_end_is_not_kept(play: Play) -> None:
                 writer.write(b"x-more: %b\r\n" % (b"a" * 4096))
                 await writer.drain()
                 await asyncio.sleep(0)
-            await asyncio.wait_for(reader.readexactly(1), 10)
+            await asyncio.wait_for(reader.readexactly(1), 60)
 
     served(play, scenario)
 

@@ -6,8 +6,11 @@ import asyncio
 import gc
 import json
 
+import pytest
+
 from ownerserve.gateway.http.client import HttpRequest
 from tests.support.gateway.world import Play, World
+from tests.support.waits import WAIT_S
 
 PATH = "/v1/chat/completions"
 SIZE = 1 << 20
@@ -20,7 +23,7 @@ def upload(size: int, *, sent: int) -> bytes:
 
 
 async def until_held(world: World, size: int) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(WAIT_S):
         while world.gateway.bodies.held_bytes != size:
             await asyncio.sleep(0.001)
 
@@ -58,6 +61,7 @@ def test_a_body_in_chunks_counts_as_it_comes(play: Play) -> None:
     play(scenario, bodies_max_bytes=2 * SIZE - 1)
 
 
+@pytest.mark.slow
 def test_a_body_is_kept_until_the_answer_begins_and_no_longer(play: Play) -> None:
     async def scenario(world: World) -> None:
         client, (engine,) = await world.client(), world.engines

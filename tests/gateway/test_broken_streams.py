@@ -18,6 +18,7 @@ from ownerserve.gateway.service import Gateway
 from ownerserve.router.messages import Failure
 from tests.support.gateway.process import WorkerProcess, worker_process
 from tests.support.gateway.world import Client, FakeEngine, World, header
+from tests.support.waits import WAIT_S
 
 STREAMS = int(os.environ.get("OWNERSERVE_BROKEN_STREAMS", "60"))
 DIALECTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -140,7 +141,7 @@ def test_an_error_stands_alone_wherever_the_stream_stopped(parts: tuple[bytes, .
         try:
             await world.gateway.start()
             client = await world.client()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(WAIT_S):
                 client.writer.write(ASKS)
                 await teller.sent.wait()
                 await asyncio.sleep(0.02)

@@ -16,6 +16,8 @@ from tests.support.gateway.talker import WORDS, TalkerProcess, words_of
 from tests.support.gateway.talking import MESSAGES, TalkingFleet, talking_fleet, text_in
 from tests.support.waits import until
 
+pytestmark = pytest.mark.slow
+
 SEED = 7
 TEXT = "".join(words_of(MESSAGES, SEED))
 HELD_AT = 9

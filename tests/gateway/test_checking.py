@@ -8,8 +8,12 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.support.children import importing
 from tests.support.gateway.process import worker_process
+
+pytestmark = pytest.mark.slow
 
 
 def checked(*words: str) -> tuple[int, list[str], str]:

@@ -72,6 +72,7 @@ def resident_bytes(pid: int) -> int:
     return int(status.partition("VmRSS:")[2].split()[0]) * KIB
 
 
+@pytest.mark.slow
 def test_uploads_that_are_given_up_leave_nothing_in_memory(tmp_path: Path) -> None:
     """64 of 31 MiB took a gateway from 37 to 2,023 MB. More: OWNERSERVE_UPLOADS=1000."""
     uploads, at_once = int(os.environ.get("OWNERSERVE_UPLOADS", "12")), 4

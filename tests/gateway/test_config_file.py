@@ -114,6 +114,7 @@ def test_no_file_and_no_toml_are_told(tmp_path: Path) -> None:
         read_gateway_file(tmp_path / "b.toml", context)
 
 
+@pytest.mark.slow
 def test_check_asks_the_workers_of_the_file_and_a_wrong_file_is_2(tmp_path: Path) -> None:
     def checked() -> subprocess.CompletedProcess[str]:
         words = ["gateway", "--config", str(path), "--check"]

@@ -39,6 +39,7 @@ def admin(running: GatewayProcess, path: str) -> str:
         return text
 
 
+@pytest.mark.slow
 def test_clients_that_take_all_descriptors_cost_no_worker_and_no_turn(tmp_path: Path) -> None:
     """60 idle connections, of which ten may be inside: turns are served, nobody is down."""
     with ExitStack() as stack:

@@ -19,6 +19,8 @@ from tests.gateway.test_roster import PATH, began
 from tests.support.gateway.process import GatewayProcess, gateway_process, worker_process
 from tests.support.waits import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:

@@ -14,7 +14,7 @@ from ownerserve.gateway.admin import admin_app
 from ownerserve.kv.ids import INCARNATION_MAX
 from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import LIFE, said
-from tests.support.waits import until_async
+from tests.support.waits import WAIT_S, until_async
 
 HASH = "ab" * 32
 
@@ -140,7 +140,7 @@ def test_stamps_are_the_workers_load_also_when_it_idles(play: Play) -> None:
         busy = {"pending_prefill_tokens": 5000, "running_sequences": 3, "waiting_sequences": 4}
         busy |= {"kv_bytes_free": 25, "kv_bytes_total": 100}
         engine.says = said(as_of=2.0, load=busy) | {"x-ownerserve-model": "tiny"}
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(WAIT_S):
             while worker.incarnation is None:
                 await asyncio.sleep(0.01)
         assert (worker.pending_tokens, worker.batch) == (5000, 7)
@@ -205,12 +205,12 @@ def test_a_restart_under_a_clock_that_was_set_back_is_a_new_life(play: Play) -> 
         assert worker.incarnation == INCARNATION_MAX
         port = engine.port
         await engine.kill()
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(WAIT_S):
             while worker.up:
                 await asyncio.sleep(0.01)
         engine.says = said(LIFE - 1)
         await engine.start(port)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(WAIT_S):
             while not worker.up:
                 await asyncio.sleep(0.01)
         assert worker.incarnation == LIFE - 1
@@ -268,7 +268,7 @@ def test_a_fleet_of_several_models_sends_each_request_to_its_own(play: Play) -> 
         client = await world.client()
         for engine, model in zip(world.engines, ("tiny-a", "tiny-b"), strict=True):
             engine.says = said() | {"x-ownerserve-model": model}
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(WAIT_S):
             while not world.gateway.turns.asking.serves_many:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)

@@ -38,6 +38,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.headers import TURN_HEADER, decode_turn_line
 from tests.support.gateway.world import Client, Play, World
 from tests.support.router.answer_lines import LIFE, said
+from tests.support.waits import WAIT_S
 
 
 async def admin(world: World, path: str) -> httpx.Response:
@@ -140,7 +141,7 @@ def test_the_owner_is_asked_for_again_when_the_worker_is_lost(play: Play) -> Non
             lost = world.engine_of(answer)
             await lost.kill()
             (other,) = [engine for engine in world.engines if engine is not lost]
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 while json.loads((await client.get("/health")).body)["workers_up"] > 1:
                     await asyncio.sleep(0.05)
             for _ in range(2):

@@ -17,9 +17,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.support.gateway.agents import Agent
 from tests.support.gateway.engine import EngineProcess, engine_processes
 from tests.support.gateway.process import GatewayProcess, gateway_process
+
+pytestmark = pytest.mark.slow
 
 AGENTS = int(os.environ.get("OWNERSERVE_RESTART_AGENTS", "32"))
 IS_FULL = "OWNERSERVE_RESTART_AGENTS" in os.environ

@@ -32,6 +32,8 @@ from tests.support.gateway.several import Several, descriptors, several
 from tests.support.gateway.world import header
 from tests.support.waits import until
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 12
 BIG = json.dumps({"model": "m", "said": "x" * 400_000}).encode()
 SMALL = b'{"model": "m"}'

@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.support.gateway.talker import TalkerProcess, words_of
 from tests.support.gateway.talking import MESSAGES, TalkingFleet, talking_fleet, text_in
 from tests.support.waits import until
+
+pytestmark = pytest.mark.slow
 
 TEXT = "".join(words_of(MESSAGES, None))
 

@@ -21,6 +21,8 @@ from tests.support.gateway.agents import Agent
 from tests.support.gateway.engine import BLOCK_BYTES, TOKEN_BYTES, engine_processes
 from tests.support.gateway.process import gateway_process
 
+pytestmark = pytest.mark.slow
+
 HERD = int(os.environ.get("OWNERSERVE_HERD", "100"))
 WORKERS = 4
 PREFIX = b"a repository's preamble, line after line. " * 1600

@@ -17,6 +17,7 @@ from ownerserve.kv.wire.inventory import Has, Lost, Page
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Gone, Reported, WorkerUp
 from ownerserve.router.residents import News
+from tests.support.waits import WAIT_S
 
 LIFE = Incarnation(7)
 
@@ -169,7 +170,7 @@ def test_news_that_could_not_be_taken_in_ends_a_reading_and_not_the_reader() -> 
         reading = asyncio.create_task(reader.run())
         for count in (1, 2):
             reader.call()
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(WAIT_S):
                 while len(taken) < count:
                     await asyncio.sleep(0.001)
         reading.cancel()

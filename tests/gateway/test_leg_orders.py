@@ -15,6 +15,8 @@ from ownerserve.router.worker import WorkerRole
 from tests.support.examples import examples
 from tests.support.gateway.leg_play import LegPlay
 
+pytestmark = pytest.mark.slow
+
 STEPS = int(os.environ.get("OWNERSERVE_LEG_STEPS", "6"))
 BODY = {"messages": [{"role": "user", "content": "go on"}], "stream": True, "seed": 7}
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.DECODE)

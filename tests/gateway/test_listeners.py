@@ -35,6 +35,7 @@ def told(*words: str) -> str:
     return line
 
 
+@pytest.mark.slow
 def test_no_port_is_open_to_others_by_a_host_alone(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text(KEY)
@@ -64,6 +65,7 @@ def status_of(url: str, key: str | None = None) -> int:
             return error.code
 
 
+@pytest.mark.slow
 def test_an_admin_port_with_a_key_answers_nobody_else(tmp_path: Path) -> None:
     ready, key = tmp_path / "ready", tmp_path / "key"
     key.write_text(f"{KEY}\n")

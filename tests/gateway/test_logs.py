@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ownerserve.gateway.logs import DirectoryLog, JsonLines, TextLines, WorkerLog, tell
 from ownerserve.kv.ids import WorkerId
 from tests.support.gateway.process import gateway_process, worker_process
@@ -27,6 +29,7 @@ def named(said: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
     return [one for one in said if one["event"] == event]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_in_the_log_with_its_cause(tmp_path: Path) -> None:
     """The process of a gateway, in JSON: each line is an object, and both workers are told of."""
     with ExitStack() as stack:
@@ -48,6 +51,7 @@ def test_a_killed_worker_is_in_the_log_with_its_cause(tmp_path: Path) -> None:
         assert down["why"] == "unreachable" and "listens" in down["cause"]
 
 
+@pytest.mark.slow
 def test_the_log_is_quiet_where_the_operator_says_so(tmp_path: Path) -> None:
     with worker_process() as worker:
         options = ("--log-level", "error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,6 +106,7 @@ WORDS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(WORDS)
 def test_the_roster_comes_to_what_the_sources_say(
     words: list[tuple[str, dict[Address, bool], bool]],

@@ -31,6 +31,7 @@ from ownerserve.router.state import RouterState
 from ownerserve.router.worker import EVERY_ACTION, Profile, WorkerRole
 from tests.support.gateway.world import Play, World
 from tests.support.router.fleets import ABLE, PLAIN, dispatched, fleet_of
+from tests.support.waits import WAIT_S
 
 PD = ("round_robin_pd", "static_pd", "static_pd_delta")
 PREFILLS = Profile(role=WorkerRole.PREFILL, speed=ABLE.speed, actions=EVERY_ACTION)
@@ -143,7 +144,7 @@ def test_who_has_not_answered_yet_may_offer_it(
             assert other.turns.observer.pressure["fallback", "not_offered"] == 1
             second.states = first.states = ABLE_WORKER
             await second.start(port)
-            async with asyncio.timeout(4):
+            async with asyncio.timeout(WAIT_S):
                 while fallen["x-ownerserve-reason"] != "split":
                     await asyncio.sleep(0.02)
                     fallen = await client.post("/v1/chat/completions", x__session__id="a")

@@ -162,6 +162,7 @@ def test_what_is_wrong_with_a_request_is_the_clients_own_error(
     assert large.value.type == "request_too_large"
 
 
+@pytest.mark.slow
 def test_a_stream_whose_worker_dies_is_the_clients_own_error(
     ours: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:

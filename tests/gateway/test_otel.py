@@ -188,6 +188,7 @@ def test_without_the_extra_the_option_says_what_to_install(
         open_tracer("127.0.0.1:4318", share=1.0)
 
 
+@pytest.mark.slow
 def test_a_gateway_without_the_option_imports_no_sdk() -> None:
     code = (
         "import sys, ownerserve.cli.gateway, ownerserve.gateway.service;"

@@ -49,7 +49,7 @@ from ownerserve.router.messages import Gone, Refuse, Reported
 from ownerserve.router.settings import DEFAULTS
 from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import said
-from tests.support.waits import until_async
+from tests.support.waits import WAIT_S, until_async
 
 BODY = b'{"prompt": "' + b"some words of a task, " * 20 + b'"}'
 LONGER = b'{"prompt": "' + b"some words of a task, " * 41 + b'"}'
@@ -186,7 +186,7 @@ def test_a_fault_of_ours_is_told_and_gives_the_receipt_back(
                 patch.setattr(gateway.turns.places, "reserve", _broken)
             else:
                 patch.setattr(pool, "connect", _broken)
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(WAIT_S):
                 told = await client.post("/v1/completions", x__session__id="a")
         assert told.status == 500
         assert json.loads(told.body)["error"]["code"] == "gateway_fault"

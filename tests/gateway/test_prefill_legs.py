@@ -48,6 +48,7 @@ def text_of(answer: httpx.Response) -> str:
 TEXT = "".join(words_of(MESSAGES, None))
 
 
+@pytest.mark.slow
 def test_a_prompt_is_computed_at_one_worker_and_answered_at_another(tmp_path: Path) -> None:
     with fleet(tmp_path) as (prefill, decode, world):
         answer = world.ask(
@@ -89,6 +90,7 @@ def test_a_prompt_is_computed_at_one_worker_and_answered_at_another(tmp_path: Pa
         assert world.live() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("does", "outcome"),
     [
@@ -116,6 +118,7 @@ def waiting(fleet: Fleet) -> http.client.HTTPConnection:
     return client
 
 
+@pytest.mark.slow
 def test_either_worker_is_killed_while_a_prompt_is_computed(tmp_path: Path) -> None:
     with fleet(tmp_path, "--drain-timeout", "0") as (prefill, decode, world):
         client = waiting(Fleet(prefill, decode, world))
@@ -140,6 +143,7 @@ def test_either_worker_is_killed_while_a_prompt_is_computed(tmp_path: Path) -> N
         assert world.live() == 0
 
 
+@pytest.mark.slow
 def test_a_client_that_hangs_up_ends_the_prefill(tmp_path: Path) -> None:
     with fleet(tmp_path) as (prefill, decode, world):
         client = waiting(Fleet(prefill, decode, world))
@@ -150,6 +154,7 @@ def test_a_client_that_hangs_up_ends_the_prefill(tmp_path: Path) -> None:
         assert decode.tell()["seen"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("roles", "code"), [(("prefill", "decode"), 0), (("", ""), 1)])
 def test_a_check_says_whether_prompts_can_be_computed_apart(
     roles: tuple[str, str], code: int

@@ -20,6 +20,8 @@ from tests.support.gateway.echoing import digest, echoing_worker
 from tests.support.gateway.several import Several, several
 from tests.support.waits import until
 
+pytestmark = pytest.mark.slow
+
 SESSIONS = 200
 CHAT = "/v1/chat/completions"
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from ownerserve.gateway.admin import admin_app, status
@@ -92,6 +93,7 @@ def put(path: str, body: bytes = b"") -> AdminQuestion:
     return AdminQuestion(method="PUT", target=path, body=body)
 
 
+@pytest.mark.slow
 def test_a_reload_stands_first_and_overrules_what_was_asked_before() -> None:
     """Else who starts again would do to the files' word what was asked for before it, or miss
     workers that were drained after the files had brought them."""

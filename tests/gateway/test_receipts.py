@@ -105,6 +105,7 @@ def test_errors_of_the_gateway_name_no_worker(play: Play, form: ReceiptForm) -> 
     play(scenario, engines=1, receipts=form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", list(ReceiptForm))
 def test_the_command_takes_each_form(form: ReceiptForm, tmp_path: Path) -> None:
     with gateway(tmp_path / "ready", "--receipts", form.value) as process:

@@ -28,6 +28,8 @@ from tests.support.children import importing
 from tests.support.gateway.process import worker_process
 from tests.support.waits import until
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/chat/completions"
 RELOADS = 50
 ACME, GLOBEX, LATER = (f"sk-{name}-0123456789" for name in ("acme", "globex", "later"))

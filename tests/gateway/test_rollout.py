@@ -18,6 +18,8 @@ from tests.gateway.test_roster import asked
 from tests.support.gateway.process import GatewayProcess, gateway_process, worker_process
 from tests.support.net import free_port
 
+pytestmark = pytest.mark.slow
+
 PATH = "/v1/chat/completions"
 OPEN = ("--receipts", "open")
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from ownerserve.kv.ids import WorkerId
 from tests.support.gateway.process import SHORT, gateway_process, worker_process
 from tests.support.gateway.world import World
@@ -57,6 +59,7 @@ def served(url: str, times: int = 8) -> Counter[str]:
     return count
 
 
+@pytest.mark.slow
 def test_workers_join_leave_and_are_drained_while_turns_run(tmp_path: Path) -> None:
     with ExitStack() as stack:
         ports = [stack.enter_context(worker_process()).port for _ in range(3)]
@@ -128,6 +131,7 @@ def test_a_drain_outlasts_the_workers_good_answers(play: Callable[..., None]) ->
     play(scenario, engines=1, health_interval_s=0.02)
 
 
+@pytest.mark.slow
 def test_a_drained_worker_is_asked_by_nobody_and_its_death_is_seen(tmp_path: Path) -> None:
     with worker_process() as worker, gateway_process(tmp_path, [worker.port]) as gateway:
         admin, name = gateway.admin_url, f"127.0.0.1:{worker.port}"

@@ -14,6 +14,7 @@ from ownerserve.router.admission import SeatSettings
 from ownerserve.router.messages import Down, Refuse, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
 from tests.support.gateway.world import Play, World
+from tests.support.waits import WAIT_S
 
 SEATS = SeatSettings(share=1.0, growth_tokens=0, idle_s=60.0, patience_s=60.0)
 CHAT = "/v1/chat/completions"
@@ -32,7 +33,7 @@ def small(world: World) -> None:
 
 
 async def waiting(world: World, count: int) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(WAIT_S):
         while len(world.gateway.turns.admission) != count:
             await asyncio.sleep(0.001)
 
@@ -86,7 +87,7 @@ def test_a_fault_in_one_look_at_who_waits_is_not_the_last_look(
             look(now_s)
 
         monkeypatch.setattr(admission, "look", faulty)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(WAIT_S):
             while len(looks) < 2:
                 await asyncio.sleep(0.001)
 
@@ -107,7 +108,7 @@ def test_small_sessions_enter_a_small_worker_that_states_its_memory(play: Play) 
         for _ in range(2):
             for name in "abc":
                 body = b'{"prompt": "%b %b"}' % (name.encode(), b"z" * 20)
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(WAIT_S):
                     assert (await client.post(CHAT, body, x__session__id=name)).status == 200
         assert world.gateway.turns.admission.seats.impatient == 0
 
@@ -140,7 +141,7 @@ def test_a_session_has_one_seat_whatever_its_turns_call_it(play: Play) -> None:
         told = json.loads(first.body)["id"]
         later = OTHER.replace(b"messages", b"input")
         body = b'{"previous_response_id": "%b", %b' % (told.encode(), later[1:])
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(WAIT_S):
             answer = await client.post("/v1/responses", body, x__ownerserve__session__final="1")
             assert answer.status == 200
             assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 200
@@ -193,7 +194,7 @@ def test_a_fault_in_a_decision_ends_that_request_and_no_other(
             await waiting(world, 1)
             final = {"x__session__id": "a", "x__ownerserve__session__final": "1"}
             assert (await first.post(CHAT, ONE, **final)).status == 200
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(WAIT_S):
             told = await answer
             assert (told.status, json.loads(told.body)["error"]["code"]) == (500, "gateway_fault")
             assert (await first.post(CHAT, ONE, x__session__id="c")).status == 200
@@ -226,7 +227,7 @@ def test_while_no_worker_is_up_a_new_session_is_refused_at_once(play: Play) -> N
         assert (await client.post(CHAT, ONE, x__session__id="a")).status == 200
         (worker,) = world.gateway.state.fleet.up
         world.gateway.state.handle(WorkerDown(worker.id, Down.REMOVED), world.gateway.now())
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(WAIT_S):
             assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 503
         world.gateway.turns.admission.seats.check()
 

@@ -9,6 +9,7 @@ from typing import Any
 from ownerserve.kv.wire.headers import TurnLine, read_session_id, received_turn_line
 from tests.support.gateway.world import Play, World
 from tests.support.router import answer_lines
+from tests.support.waits import WAIT_S
 
 CHAT = "/v1/chat/completions"
 
@@ -254,7 +255,7 @@ def test_no_session_is_renamed_when_the_fleet_learns_of_a_second_model(play: Pla
         client, gateway = await world.client(), world.gateway
         one, two = world.engines
         one.says = two.says = says("tiny-a", life=1)
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(WAIT_S):
             while {worker.profile.model for worker in gateway.state.fleet} != {"tiny-a"}:
                 await asyncio.sleep(0.01)
         names = []
@@ -265,7 +266,7 @@ def test_no_session_is_renamed_when_the_fleet_learns_of_a_second_model(play: Pla
             names.append([state for state, _ in gateway.state.sessions.items()])
             if turns == 1:
                 two.says = says("tiny-b", life=2)
-                async with asyncio.timeout(3):
+                async with asyncio.timeout(WAIT_S):
                     while not gateway.turns.asking.serves_many:
                         await asyncio.sleep(0.01)
         assert [sorted(known) for known in names] == [sorted(names[0])] * 3

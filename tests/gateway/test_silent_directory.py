@@ -19,6 +19,8 @@ from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.service import Gateway
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 60.0
 
 

@@ -17,9 +17,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from tests.support.gateway.agents import Agent
 from tests.support.gateway.engine import engine_processes
 from tests.support.gateway.process import GatewayProcess, gateway_process
+
+pytestmark = pytest.mark.slow
 
 EACH = int(os.environ.get("OWNERSERVE_SLOW_CLIENTS", "100"))
 """Slow readers, and as many heads."""

@@ -15,12 +15,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from ownerserve.gateway.asking import LOOK_UP_S
 from tests.gateway.test_roster import asked
 from tests.support.children import importing
 from tests.support.gateway.process import GatewayProcess, gateway_process, worker_process
 from tests.support.waits import until
+
+pytestmark = pytest.mark.slow
 
 SESSIONS = 200
 AT_ONCE = 8

@@ -150,6 +150,7 @@ def test_only_the_event_that_says_nothing_else_is_kept_back() -> None:
     assert without_usage(usage) == b""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carry_on", [False, True])
 def test_it_is_kept_back_wherever_the_stream_is_cut(carry_on: bool) -> None:
     word = chunk_of("word ", "x")

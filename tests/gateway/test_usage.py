@@ -107,6 +107,7 @@ KEYS = st.sampled_from([
 ])  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300), deadline=None)
 @given(pairs=st.lists(st.tuples(KEYS, NUMBERS), max_size=9), details=NUMBERS,
        sizes=st.lists(st.integers(0, 1 << 25), min_size=1, max_size=3),

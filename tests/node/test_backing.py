@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.policy import KindLimits, TierLimits, by_utility, split
 from tests.support.node.node_driver import IDENTITY, LAYOUT, B
+from tests.support.waits import until
 
 NAMES = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=4)
 DIGESTS = hash_prefix(pack(range(16 * B)), B)
@@ -230,10 +230,7 @@ def test_a_pass_is_bounded_and_the_next_one_comes_soon(
 def test_it_runs_on_its_own_thread_and_ends_with_the_store(tmp_path: Path) -> None:
     backing = open_backing(tmp_path, MIB, upkeep_s=0.01)
     assert backing is not None
-    until = time.monotonic() + 10.0
-    while backing.upkeep.counts["passes"] < 3:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: backing.upkeep.counts["passes"] >= 3)
     assert "store-upkeep" in {thread.name for thread in threading.enumerate()}
     backing.close()
     assert "store-upkeep" not in {thread.name for thread in threading.enumerate()}
@@ -256,9 +253,6 @@ def test_a_pass_that_fails_is_counted_and_the_next_one_comes(
     with caplog.at_level(logging.ERROR, logger="ownerserve.node"):
         backing = open_backing(tmp_path, 0, upkeep_s=0.01)
         assert backing is not None
-        until = time.monotonic() + 10.0
-        while backing.upkeep.counts["failed"] < 2:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: backing.upkeep.counts["failed"] >= 2)
         backing.close()
     assert "upkeep failed" in caplog.text

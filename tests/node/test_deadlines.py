@@ -225,7 +225,7 @@ def test_a_silent_upkeep_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatc
     tier = _SilentTier()
     keeper = Upkeep([tier], 0.01)  # type: ignore[list-item]
     keeper.start()
-    assert tier.entered.wait(10)
+    assert tier.entered.wait(60)
     keeper.stop()
     assert not tier.has_answered
     tier.go_on.set()

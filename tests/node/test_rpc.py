@@ -38,7 +38,7 @@ from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.rpc.server import REMEMBERED, Flights, RpcServer
 
 PLACE = Reserve(TurnId("t"), Seed(100))
-SOON_S = 5.0
+SOON_S = 60.0
 HUGE = WorkerLoad(
     RoutingUnit(WorkerId("w" * MAX_FRAME_BYTES), 0, Incarnation(1)), 1.0, 0, 0, 0, 1, 2
 )

@@ -300,7 +300,7 @@ def test_a_place_is_given_back_by_a_release_that_waited_for_a_long_step(
         time.sleep(2.5)
 
     worker.worker.engine.call(Release(10**6)).add_done_callback(long_step)
-    assert in_step.wait(10.0)
+    assert in_step.wait(WAIT_S)
     emptied(worker, full)
     until(lambda: worker.worker.engine.standing.places == 0)
 
@@ -326,7 +326,7 @@ def test_a_client_that_hangs_up_calls_off_what_its_gateway_asked_of_a_busy_worke
     try:
         for worker in workers:
             worker.worker.engine.call(Release(10**6)).add_done_callback(long_step)
-            assert in_step.acquire(timeout=10.0)
+            assert in_step.acquire(timeout=WAIT_S)
         with socket.create_connection(("127.0.0.1", gateway.gateway.port)) as client:
             client.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nhost: t\r\nx-session-id: hangs up\r\n"

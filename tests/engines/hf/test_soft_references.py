@@ -37,7 +37,7 @@ def idle(rig: Rig, name: str) -> Session:
 
 async def until_expired(session: Session) -> None:
     """Sleeps until the session's soft reference is gone; the engine works meanwhile, or rests."""
-    until = time.monotonic() + 10.0
+    until = time.monotonic() + 60.0
     while session.is_referenced:
         assert time.monotonic() < until, "the soft reference outlived its time"
         await asyncio.sleep(0.005)

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from ownerserve.gateway.service import Gateway
+from tests.support.waits import WAIT_S
 
 EVENTS = 5
 
@@ -300,7 +301,7 @@ class World:
 
     async def settled(self) -> None:
         """Until nothing is live; then the account must be whole."""
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(WAIT_S):
             while self.gateway.state.live:
                 await asyncio.sleep(0.001)
         self.gateway.state.check()
