@@ -197,7 +197,7 @@ class Catalogue:
 
     def _refresh(self) -> None:
         now_s = self._clock.now()
-        if self._listed_s is not None and now_s - self._listed_s < LISTING_S:
+        if self._listed_s is not None and 0 <= now_s - self._listed_s < LISTING_S:
             return
         rows = list(self.rows())
         with self._lock:

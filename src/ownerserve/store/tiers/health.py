@@ -27,7 +27,8 @@ class Health:
         """Tell whether no failure stands, or the pause after it is over and one more try may be
         made.
         """
-        return self.failures == 0 or now_s >= self._resume_at_s
+        left_s = self._resume_at_s - now_s
+        return self.failures == 0 or left_s <= 0 or left_s > self._pause_s  # the clock was set back
 
     def failed(self, problem: object, now_s: float) -> None:
         """Note that a write did not work: log the first, and pause longer after each."""

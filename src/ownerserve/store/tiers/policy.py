@@ -186,7 +186,7 @@ class WriteBudget:
 
     def _refill(self, now_s: float) -> None:
         if self._at_s is not None:
-            grown = self._level + (now_s - self._at_s) * self._per_s
+            grown = self._level + max(0.0, now_s - self._at_s) * self._per_s
             self._level = min(self._burst, grown)
         self._at_s = now_s
 
