@@ -13,6 +13,7 @@ from ownerserve.store.format.header import BLOCK, CHUNK, RecordPlace, decode, en
 from ownerserve.store.format.model import ArtifactKind, WriteDone
 from ownerserve.store.format.seal import Keys, SealKind, Xxh3Seal
 from ownerserve.store.format.segment import segment_path
+from ownerserve.store.format.verify import draft, record_room
 from ownerserve.store.tiers.backend import put
 from tests.support.store.samples import digest
 
@@ -100,15 +101,14 @@ def test_another_stores_record_at_the_same_place_is_a_miss(open_disk, samples, t
     assert samples.read(tier, "x") == "corrupt"
 
 
-def test_what_is_behind_a_record_is_zeros_whatever_memory_held(open_disk, samples):
+def test_what_is_behind_a_record_is_zeros_whatever_memory_held(samples):
     """A buffer that another tenant's record was in is used again for a shorter one."""
-    tier = open_disk()
-    long, short = samples.meta("long", tenant=b"a" * 32), samples.meta("short", tenant=b"b" * 32)
-    put(tier, long, b"a tenant's secret " * 2000)
-    put(tier, short, samples.payload("short", 100))
-    record, entry = record_of(tier, short.id)
-    padding = record[entry.header_bytes + 100 :]
-    assert len(padding) == BLOCK - 100 and not any(padding)
+    meta, seal = samples.meta("short", tenant=b"b" * 32), Keys(b"k" * 32).for_write(b"b" * 32)
+    head, total = record_room(meta, 100, seal)
+    used = memoryview(bytearray(b"secret! " * (total // 8)))
+    used[head : head + 100] = samples.payload("short", 100)
+    draft(used, meta, 100, seal=seal, now_ms=0)
+    assert total - head == BLOCK and not any(used[head + 100 :])
 
 
 def test_a_record_of_another_tenant_is_a_miss(open_disk, samples, tmp_path):
