@@ -241,6 +241,7 @@ class Holding:
         self._oracle, self._ranks = oracle, ranks
         self._events: PoolEvents = deque()
         self.names = oracle.names[0]
+        self.has_given_up: Callable[[], bool] = lambda: False
 
     def watch(self, shape: StateShape) -> PoolWatch:
         return PoolWatch(shape, self._events, lambda: None)
@@ -249,10 +250,11 @@ class Holding:
 
     def left(self, tips: Iterable[Tip]) -> None:
         under_way = {save.meta.id for save in self._oracle.open.values()}
-        # One that was answered, and is saved again since: who is told may not know of that.
+        # One that was answered, and is saved again since: who is told may not know of that. Nor of
+        # one that it has given up, and another one saves.
         under_way -= self._oracle.answered
         under_way -= {id_ for rank in self._ranks for id_ in rank.kept.values()}
-        for tip in tips:
+        for tip in () if self.has_given_up() else tips:
             assert not under_way.intersection(ids_of(self.names, tip)), "told before it is stored"
 
     def missed(self, session_id: object) -> None: ...
@@ -305,10 +307,10 @@ class Engine:
         self.telling = Telling(self.ranks)
         self.telling.oracle = self.oracle
         self._device = EngineDevice(self.shape.layout())
-        names = self.oracle.names[0]
+        names, holding = self.oracle.names[0], Holding(self.oracle, self.ranks)
         parts = SchedulerParts(
             lookup=self.lookup,  # type: ignore[arg-type]
-            holding=Holding(self.oracle, self.ranks),  # type: ignore[arg-type]
+            holding=holding,  # type: ignore[arg-type]
             soft=SoftReferences(SoftReference()),
             prompts=Prompts(self.shape.payload.block_tokens, self.lookup.later, algorithm="sha256"),
             measuring=ConnectorObserver(
@@ -327,6 +329,8 @@ class Engine:
             step_tokens=STEP_TOKENS,
         )
         self.side = SchedulerSide(self._node(), self._device, self.shape, parts)
+        given_up = ("save_shed", "gone_first")
+        holding.has_given_up = lambda: any(self.side.status().get(name) for name in given_up)
 
     def _node(self) -> HostedNodeState:
         made = node(self.setup, self.shape, self._device, self.oracle.names[-1])
