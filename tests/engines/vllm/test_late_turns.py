@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ class Played:
         self.late.bind(self.pool)
         self.holds = Holds()
         self.holds.bind(self.pool)
-        self.turn = TrackedRequest(None, b"", tables=[self.table])
+        self.turn = TrackedRequest(SimpleNamespace(num_preemptions=0), b"", tables=[self.table])
         self._compute(blocks * B)
 
     def _compute(self, tokens: int) -> None:
@@ -176,3 +177,15 @@ def test_a_running_turns_blocks_are_spared_by_nobody() -> None:
     played.late.forget(TURN)
     running, scheduled = {TURN: played.turn}, len(played.pool.blocks) * B
     assert len(list(played.late.copies(played.saves, running, scheduled=scheduled))) == 1
+
+
+def test_a_running_turn_that_was_preempted_is_not_copied_from_blocks_that_others_have() -> None:
+    """vLLM gives them to others in the same step, and asks us about the request later."""
+    played = Played(4)
+    played.late.forget(TURN)
+    played.turn.request.num_preemptions = 1
+    running = {TURN: played.turn}
+    assert list(played.late.copies(played.saves, running, scheduled=0)) == []
+    assert TURN in played.saves.late, "what is left is asked for when it has blocks again"
+    played.turn.preemptions = 1
+    assert len(list(played.late.copies(played.saves, running, scheduled=0))) > 0

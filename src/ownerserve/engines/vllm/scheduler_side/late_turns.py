@@ -111,6 +111,8 @@ class LateTurns:
         for turn_id in saves.late.due():
             ended = self._turns.get(turn_id)
             turn = ended.turn if ended is not None else running.get(turn_id)
+            if ended is None and turn is not None and turn.is_preempted:
+                continue  # others have its blocks; it is offered anew when it has some again
             if turn is None:  # nobody knows its blocks
                 saves.late.lost(turn_id)
             while turn is not None and (ended is None or self._can_spare(scheduled)):

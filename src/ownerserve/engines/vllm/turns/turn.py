@@ -43,6 +43,12 @@ class TrackedRequest(msgspec.Struct, eq=False):
     tables: Tables = ()
     partial: set[int] = msgspec.field(default_factory=set)
 
+    @property
+    def is_preempted(self) -> bool:
+        """`is_preempted` tells whether vLLM has taken the request's blocks and not asked about it
+        since: `tables` are of blocks that others may write to."""
+        return bool(self.request.num_preemptions != self.preemptions)
+
 
 def session_of(request: Any) -> str | None:
     """Return the session's name: a gateway's, or a client's own where no gateway stands in front;
