@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from tests.support.power.campaign import draw, run
+from tests.support.power import faults
+from tests.support.power.campaign import Case, draw, run
+from tests.support.power.known_syncs import COVERED, LATE, NOTICED
 from tests.support.power.recording import Recording, record
 
 pytestmark = [
@@ -51,3 +55,25 @@ def scratch(tmp_path: Path):
     folder.mkdir()
     yield folder
     shutil.rmtree(folder)
+
+
+def broken_by(cases: Iterator[Case], scratch: Path) -> bool:
+    """Whether one of the states breaks a promise; the first that does ends it."""
+    return any(run(iter([case]), scratch, random.Random(1)).findings for case in cases)
+
+
+def test_every_sync_of_the_lives_is_known(recordings):
+    assert faults.sites(recordings) <= NOTICED.keys() | COVERED.keys()
+
+
+def test_a_sync_that_the_disk_passes_over_is_noticed(recordings, scratch):
+    """Each in turn: `known_syncs` says what is broken then."""
+    for site in sorted(NOTICED.keys() & faults.sites(recordings)):
+        cases = chain.from_iterable(faults.without(r, site) for r in recordings)
+        assert broken_by(cases, scratch), f"nothing is lost without {site}"
+
+
+def test_a_sync_after_what_it_should_come_before_is_noticed(recordings, scratch):
+    for site in LATE:
+        cases = chain.from_iterable(faults.late(r, site) for r in recordings)
+        assert broken_by(cases, scratch), f"nothing is lost when late: {site}"

@@ -18,6 +18,8 @@ from ownerserve.store.tiers.blobs import DirectoryBlobs
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from ownerserve.store.tiers.remote import RemoteTier
 
+PARENTS = ("disk", "shared", "control")
+"""Folders that stand before the lives; each place makes its own below."""
 NUMBERS = range(1, 37)
 TENANTS = (b"a" * 32, b"b" * 32)
 BLOCK_TOKENS = 64
@@ -96,11 +98,11 @@ def meta(number: int) -> Meta:
 def open_disk(home: Path, clock: Clock, limits: TierLimits = LIMITS) -> DiskTier:
     """The store of the lives."""
     options = DiskOptions(limits=limits, segment_bytes=SEGMENT_BYTES)
-    return DiskTier(home / "store", clock, options=options)
+    return DiskTier(home / "disk" / "new" / "store", clock, options=options)
 
 
 def open_shared(home: Path, clock: Clock, limits: TierLimits = SHARED_LIMITS) -> RemoteTier:
     """The shared directory of the lives."""
-    blobs = DirectoryBlobs(home / "medium")
+    blobs = DirectoryBlobs(home / "shared" / "new" / "medium")
     keys = Keys(SHARED_KEY)
     return RemoteTier("shared", blobs, clock=clock, keys=keys, limits=limits)

@@ -15,7 +15,6 @@ from tests.support.power.check import PLACES, Broken, check, lay_out
 from tests.support.power.cuts import FILE_SYSTEMS, State
 from tests.support.power.promises import Promise, Promises
 from tests.support.power.recording import Recording
-from tests.support.power.trace import Event, Note
 from tests.support.power.volume import Volume
 
 
@@ -110,12 +109,3 @@ def run(cases: Iterator[Case], scratch: Path, rng: random.Random) -> Tally:
         if broken:
             findings.append(Finding(case.cut, case.file_system, broken))
     return Tally(states, len(cuts), findings)
-
-
-def without(recording: Recording, dropped: Sequence[Event]) -> Recording:
-    """The same lives on a disk that passed over these syncs. Something else stands in their
-    places, since events are known by their numbers.
-    """
-    gone = set(map(id, dropped))
-    events = tuple(Note("dropped -") if id(e) in gone else e for e in recording.events)
-    return recording._replace(events=events)

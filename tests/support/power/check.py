@@ -100,7 +100,7 @@ def _disk(home: Path, promised: Promise, rng: random.Random) -> Iterator[Broken]
 def _shared(home: Path, promised: Promise, rng: random.Random) -> Iterator[Broken]:
     tier = open_shared(home, ManualClock(_NOW_S), ROOMY)
     yield from _hold(tier, "shared", promised, rng)
-    listing = DirectoryBlobs(home / "medium").list("catalogue/")
+    listing = DirectoryBlobs(home / "shared" / "new" / "medium").list("catalogue/")
     listed = {parse(blob.key, blob.modified_s).record.meta.id for blob in listing}
     for number in promised.stored:
         if METAS[number].id not in listed:
@@ -163,8 +163,10 @@ def _orphans(tier: DiskTier) -> Iterator[Broken]:
 
 def _terms(home: Path, promised: Promise) -> Iterator[Broken]:
     highest = max(promised.stored, default=0)
-    started = TermFile(home / "directory").start().ordinal
+    started = TermFile(home / "control" / "new" / "directory").start().ordinal
     if started <= highest:
         yield Broken("lost", f"term {highest} was used and is given again as {started}")
-    if list((home / "directory").glob("*")) != [home / "directory" / FILE_NAME]:
+    if list((home / "control" / "new" / "directory").glob("*")) != [
+        home / "control" / "new" / "directory" / FILE_NAME
+    ]:
         yield Broken("orphan", "terms: a file is left")

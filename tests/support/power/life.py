@@ -184,7 +184,7 @@ class Life:
         self._disk = self._open_disk()
 
     def _terms(self) -> None:
-        term = TermFile(self._home / "directory").start()
+        term = TermFile(self._home / "control" / "new" / "directory").start()
         self._teller.say("done", "terms", [term.ordinal])
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from tests.support.power import trace
 from tests.support.power.cuts import Posix
-from tests.support.power.trace import Event
+from tests.support.power.artifacts import PARENTS
+from tests.support.power.trace import Event, Make, Sync
 from tests.support.power.volume import Volume
 
 LIVES = 3
@@ -39,8 +40,11 @@ def record(seed: int, folder: Path) -> Recording:
     """Live the lives of a seed in `folder`."""
     rng = random.Random(f"lives of {seed}")
     home, notes = folder / "home", folder / "notes"
-    home.mkdir(parents=True)
     events: list[Event] = []
+    for parent in PARENTS:
+        (home / parent).mkdir(parents=True)
+        events.append(Make(str(home / parent), is_folder=True))
+    events.append(Sync(str(home), len(events), "before the lives"))
     kills = 0
     for number in range(LIVES):
         call = rng.choice(sorted(_KILLS))

@@ -117,15 +117,14 @@ class Segment:
 
     @classmethod
     def create(cls, directory: Path, header: SegmentHeader) -> Segment:
-        """Make a new durable segment with all its space; raises OSError and leaves nothing
-        behind.
+        """Make a new segment with all its space and a durable name; its header is durable with the
+        first record. Raises OSError and leaves nothing behind.
         """
         path = segment_path(directory, header.number)
         segment = cls(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(segment._fd, 0, header.size_bytes)
             segment.write(0, [memoryview(page(header.encode()))])
-            segment.sync()
             sync_directory(path.parent)
         except OSError:
             with suppress(OSError):

@@ -1,0 +1,65 @@
+"""Every place of ours that asks for a sync, and SQLite's: what a power cut breaks without it, or why
+nothing breaks. A place that stands in neither table fails the test.
+"""
+
+from __future__ import annotations
+
+_NAME = "durable.sync_directory < "
+_MADE = _NAME + "durable.make_directory < "
+
+NOTICED = {
+    "segment.sync < append._sync < append.append": "a commit: its records",
+    "segment.sync < append._sync < append._finish": "a commit over two segments: the first's",
+    _NAME + "segment.create < append._start": "a new segment's name, with all its records",
+    "segment.sync < reclaim.erase < reclaim.remove": "a removal: the records come back",
+    _NAME + "reclaim.drop_empty < reclaim.compact": "an old copy comes back after a removal",
+    "home._write_once < home.create_or_open < tier._open": "STORE is empty: nothing opens",
+    "home._write_once < home.write < keyring.open_keys": "KEY is empty: nothing opens",
+    _MADE + "home.create_or_open": "the store's folder, with everything",
+    "blobs._write < blobs.put_new < remote._commit": "a shared record's bytes",
+    _NAME + "blobs._write < blobs.put_new": "a shared record's name",
+    _NAME + "blobs._write < blobs.put": "its entry's name: nobody could purge it",
+    _NAME + "blobs.delete < remote._delete": "a removed shared record comes back",
+    _MADE + "blobs.__init__": "the medium's folder, with everything",
+    _MADE + "blobs._keep_folder": "a folder of the medium, with its records",
+    "terms._write < terms.start": "an empty term file: the directory does not start",
+    _NAME + "terms._write < terms.start": "a used term is given again",
+    _MADE + "terms._write": "the term file's folder: a used term is given again",
+    "sqlite index.sqlite": "SQLite's checkpoint: the index is malformed",
+    "sqlite index.sqlite-wal": "SQLite's log: the index is malformed",
+}
+
+LATE = (
+    "segment.sync < append._sync < append.append",
+    "segment.sync < append._sync < append._finish",
+    "segment.sync < reclaim.erase < reclaim.remove",
+    _NAME + "segment.create < append._start",
+    "home._write_once < home.create_or_open < tier._open",
+    "home._write_once < home.write < keyring.open_keys",
+    "blobs._write < blobs.put_new < remote._commit",
+    _NAME + "blobs._write < blobs.put_new",
+    _NAME + "blobs._write < blobs.put",
+    _NAME + "blobs.delete < remote._delete",
+    "terms._write < terms.start",
+    _NAME + "terms._write < terms.start",
+    _MADE + "terms._write",
+)
+"""Behind the acknowledgement, or the new name, that it must come before."""
+
+COVERED = {
+    "before the lives": "the test's own",
+    "blobs._write < blobs.put < catalogue.write": "an entry's body is a hint; its name counts",
+    _NAME + "blobs.delete < catalogue.delete": "an entry without a record expires",
+    _NAME + "home._write_once < home.create_or_open": "the next name's sync keeps STORE's too",
+    _NAME + "home._write_once < home.write": "SQLite's of the same folder comes before any record",
+    "home._write_once < home.write < keyring.write_key_id": "made anew from the key",
+    _NAME + "reclaim.drop_empty < tier.evict": "its records were erased before",
+    _NAME + "reclaim.drop_empty < recover.run": "its records were erased before",
+    _NAME + "reclaim.drop_empty < maintain.collect": "its records were erased before",
+    "segment.sync < reclaim.erase < recover.run": "doomed until it is synced: erased once more",
+    "segment.sync < reclaim.erase < tier.release_quarantine": "doomed until it is synced",
+    "segment.sync < recover._adopt_synced < recover._adopt_segment": "only beside a kill that left"
+    " records which nobody told; not met by these seeds",
+    "sqlite index.sqlite-journal": "the index's first minute: it is made anew",
+    "sqlite store": "a malformed index, once in 900 states",
+}
