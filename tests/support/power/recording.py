@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.power import trace
-from tests.support.power.cuts import Posix
 from tests.support.power.artifacts import PARENTS
+from tests.support.power.cuts import Posix
 from tests.support.power.trace import Event, Make, Sync
 from tests.support.power.volume import Volume
 
