@@ -21,6 +21,7 @@ from ownerserve.node.storage.backing import (
     Upkeep,
     open_backing,
 )
+from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.node.storage.media import open_remote, write_policy
 from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
@@ -57,7 +58,7 @@ def test_a_record_is_priced_when_it_is_written(tmp_path: Path) -> None:
 
 
 def test_a_store_on_disk_holds_what_it_is_told_to(tmp_path: Path) -> None:
-    backing = open_backing(tmp_path, 0, disk_bytes=MIB, point_share=0.5)
+    backing = open_backing(tmp_path, 0, limits=StoreLimits(disk_bytes=MIB, point_share=0.5))
     assert backing is not None
     [disk] = backing.tiers.tiers
     assert isinstance(disk, DiskTier)
@@ -228,7 +229,7 @@ def test_a_pass_is_bounded_and_the_next_one_comes_soon(
 
 
 def test_it_runs_on_its_own_thread_and_ends_with_the_store(tmp_path: Path) -> None:
-    backing = open_backing(tmp_path, MIB, upkeep_s=0.01)
+    backing = open_backing(tmp_path, MIB, limits=StoreLimits(upkeep_s=0.01))
     assert backing is not None
     until(lambda: backing.upkeep.counts["passes"] >= 3)
     assert "store-upkeep" in {thread.name for thread in threading.enumerate()}
@@ -237,7 +238,7 @@ def test_it_runs_on_its_own_thread_and_ends_with_the_store(tmp_path: Path) -> No
 
 
 def test_an_interval_of_0_is_never(tmp_path: Path) -> None:
-    backing = open_backing(tmp_path, 0)
+    backing = open_backing(tmp_path, 0, limits=StoreLimits(upkeep_s=0))
     assert isinstance(backing, Backing)
     assert "store-upkeep" not in {thread.name for thread in threading.enumerate()}
     backing.close()
@@ -251,7 +252,7 @@ def test_a_pass_that_fails_is_counted_and_the_next_one_comes(
 
     monkeypatch.setattr(Upkeep, "run_once", broken)
     with caplog.at_level(logging.ERROR, logger="ownerserve.node"):
-        backing = open_backing(tmp_path, 0, upkeep_s=0.01)
+        backing = open_backing(tmp_path, 0, limits=StoreLimits(upkeep_s=0.01))
         assert backing is not None
         until(lambda: backing.upkeep.counts["failed"] >= 2)
         backing.close()

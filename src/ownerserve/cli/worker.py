@@ -21,6 +21,7 @@ from ownerserve.kv.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from ownerserve.engines.hf.build import HfWorker, WorkerOptions
     from ownerserve.kv.wire.curve import FleetKey
+    from ownerserve.node.storage.limits import StoreLimits
 
 
 @click.command()
@@ -123,6 +124,37 @@ if TYPE_CHECKING:
     help="Boundaries whose window and recurrent state is stored: full, periodic:N (every N tokens),"
     " zero (windows are replayed), turn-end, branches (and chunk ends where a point is cheap), or"
     " adaptive (from observed reuse and costs).",
+)
+@click.option(
+    "--store-capacity",
+    default="80GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Most bytes that the store holds; a fifth is for window and recurrent state.",
+)
+@click.option(
+    "--range-ttl",
+    default=72.0,
+    show_default=True,
+    metavar="HOURS",
+    type=Finite(0, 1e6),
+    help="How long KV stays in host memory and store that nobody reads; 0: for ever.",
+)
+@click.option(
+    "--point-ttl",
+    default=1.0,
+    show_default=True,
+    metavar="HOURS",
+    type=Finite(0, 1e6),
+    help="The same of window and recurrent state.",
+)
+@click.option(
+    "--store-writes",
+    default="0",
+    show_default=True,
+    metavar="SIZE",
+    help="Most bytes that are written to the store in a day, compaction included: an SSD lives by"
+    " them. At most an hour's worth, or 256 MiB, goes at once; 0: no limit.",
 )
 @click.option(
     "--store-upkeep",
@@ -294,7 +326,10 @@ def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
         raise InvalidInput("worker-id", "is empty", "name the worker, or leave the option out")
     if flags["directory"] is not None:
         opener_of(str(flags["directory"]), key)
-    return {name: _size(flags, name) for name in ("kv_memory", "host_cache")}
+    if _size(flags, "store_capacity") < 1:
+        raise InvalidInput("--store-capacity", "is 0", "leave --store out for no store")
+    names = ("kv_memory", "host_cache", "store_capacity", "store_writes")
+    return {name: _size(flags, name) for name in names}
 
 
 def _protection(flags: dict[str, object]) -> Protection:
@@ -335,8 +370,20 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
         node=NodeSettings(spill_after_s=None if spill_after is None else float(str(spill_after))),
         watermarks=Watermarks(low, high),
         checkpoints=str(flags["checkpoints"]),
-        store_upkeep_s=float(str(flags["store_upkeep"])),
+        store_limits=_store_limits(flags, sizes),
         directory=None if flags["directory"] is None else str(flags["directory"]),
+    )
+
+
+def _store_limits(flags: dict[str, object], sizes: dict[str, int]) -> StoreLimits:
+    from ownerserve.node.storage.limits import StoreLimits
+
+    return StoreLimits(
+        disk_bytes=sizes["store_capacity"],
+        range_ttl_s=float(str(flags["range_ttl"])) * 3600,
+        point_ttl_s=float(str(flags["point_ttl"])) * 3600,
+        disk_bytes_per_day=sizes["store_writes"],
+        upkeep_s=float(str(flags["store_upkeep"])),
     )
 
 

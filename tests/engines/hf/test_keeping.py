@@ -23,12 +23,11 @@ from ownerserve.kv.errors import InvalidInput  # noqa: E402
 from ownerserve.kv.ids import SessionId  # noqa: E402
 from ownerserve.kv.units import MIB  # noqa: E402
 from ownerserve.node.retention.record_value import SessionValue  # noqa: E402
-from ownerserve.node.storage import backing  # noqa: E402
+from ownerserve.node.storage.limits import StoreLimits  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.store.disk.tier import DiskTier  # noqa: E402
 from ownerserve.store.format.model import ArtifactKind  # noqa: E402
 from ownerserve.store.index.reader import IndexEntry  # noqa: E402
-from ownerserve.store.tiers.policy import KindLimits, TierLimits  # noqa: E402
 from tests.support.hf.engine_rig import Later, Rig, request, text  # noqa: E402
 from tests.support.hf.fleet_rig import ServedWorker  # noqa: E402
 from tests.support.waits import until  # noqa: E402
@@ -163,18 +162,14 @@ def test_what_a_fork_stands_on_is_kept_although_a_load_saves_nothing(
     rig.play(scenario)
 
 
-def test_what_is_past_its_time_goes_while_the_worker_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    short = TierLimits(KindLimits(64 * MIB, 0.3), KindLimits(64 * MIB, 0.3))
-    monkeypatch.setattr(backing, "split", lambda *_: short)
+def test_what_is_past_its_time_goes_while_the_worker_serves(tmp_path: Path) -> None:
     options = WorkerOptions(
         model="tiny-v4",
         store=tmp_path,
         node=NodeSettings(spill_after_s=0.0),
         kv_bytes=8 * MIB,
         max_running=2,
-        store_upkeep_s=0.1,
+        store_limits=StoreLimits(range_ttl_s=0.3, point_ttl_s=0.3, upkeep_s=0.1),
     )
     served = ServedWorker(options)
     try:

@@ -18,6 +18,7 @@ from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.node.storage import backing
+from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from tests.support.hf.fleet_rig import ServedWorker
@@ -138,7 +139,7 @@ def test_what_upkeep_removes_is_withdrawn_from_the_directory(
     """By the inventory's word that it is gone: nothing waits for the directory's leave."""
     short = TierLimits(*(KindLimits(1 << 26, ttl_s=3.0) for _ in range(2)))
     monkeypatch.setattr(backing, "split", lambda *_: short)
-    rig = Rig(tmp_path, host_cache_bytes=0, store_upkeep_s=0.2)
+    rig = Rig(tmp_path, host_cache_bytes=0, store_limits=StoreLimits(upkeep_s=0.2))
     try:
         serve_at(rig.workers[0], PROMPT)
         until(lambda: rig.places() == [("w0", TierCode.DEVICE), ("w0", TierCode.DISK)])

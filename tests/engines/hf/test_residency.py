@@ -36,6 +36,7 @@ from ownerserve.gateway.receipts import ReceiptForm  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.kv.messages import Tier  # noqa: E402
 from ownerserve.node.runtime.node_runtime import Calibration  # noqa: E402
+from ownerserve.node.storage.limits import StoreLimits  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
 from ownerserve.store.disk.snapshot import StoreSnapshot  # noqa: E402
@@ -63,7 +64,7 @@ class Life:
             kv_bytes=kv_bytes,
             max_running=4,
             store=store,
-            store_upkeep_s=0.0,
+            store_limits=StoreLimits(upkeep_s=0.0),
             node=NodeSettings(spill_after_s=SPILL_S),
         )
         self.worker: HfWorker = build_worker(options)

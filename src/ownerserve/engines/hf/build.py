@@ -40,6 +40,7 @@ from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.storage.journal import Journal
+from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.node.storage.media import DEFAULT_WRITE
 from ownerserve.node.vocabulary.chains import PromptPrefixes
 from ownerserve.node.vocabulary.records import RecordNames
@@ -52,10 +53,10 @@ CHUNK_BLOCKS = 16
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`WorkerOptions` say what a worker is made from. `block_tokens` and `chunk_tokens` None: the
-    model's default. `checkpoints` names a policy (node.retention); `store_upkeep_s` 0: never.
-    `worker_id` is what the worker calls itself, unlike any other in its fleet. `directory` is where
-    it asks whose the sessions are (directory.opening), with `fleet_key` where the directory wants
-    keys; None: the worker owns none.
+    model's default. `checkpoints` names a policy (node.retention). `worker_id` is what the worker
+    calls itself, unlike any other in its fleet. `directory` is where it asks whose the sessions are
+    (directory.opening), with `fleet_key` where the directory wants keys; None: the worker owns
+    none.
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
     writes to them as `write` says (node.storage.media); without, it keeps state on the device only.
@@ -79,7 +80,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeSettings = NodeSettings()
     watermarks: Watermarks = Watermarks()
     checkpoints: str = "turn-end"
-    store_upkeep_s: float = 60.0
+    store_limits: StoreLimits = StoreLimits()
     worker_id: str = ""
     directory: str | None = None
     fleet_key: FleetKey | None = None
@@ -159,7 +160,6 @@ def build_node(
     options: WorkerOptions, checkpoint: LoadedCheckpoint, *, runner: ModelRunner, cache: HeteroCache
 ) -> NodeRuntime | None:
     """Build a node over the store that was asked for; None when none was, or it can't be opened."""
-    upkeep_s = options.store_upkeep_s
     on_cuda = options.device.startswith("cuda")
     cuda = torch.cuda.cudart() if on_cuda else None  # type: ignore[no-untyped-call]
     backing = open_backing(
@@ -168,7 +168,7 @@ def build_node(
         remote=options.remote,
         remote_key_file=options.remote_key_file,
         write=options.write,
-        upkeep_s=upkeep_s,
+        limits=options.store_limits,
         cuda=cuda,
     )
     if backing is None:

@@ -458,8 +458,7 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
         cache_bytes,
         cuda=cuda,
         buffer_bytes=buffer_bytes,
-        disk_bytes=parts.settings.store_bytes,
-        point_share=point_cost(parts).store_share,
+        limits=parts.settings.store_limits(point_cost(parts).store_share),
     )
     return WorkerSide(
         backing,

@@ -19,13 +19,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
@@ -33,6 +34,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from ownerserve.engines.vllm.identity import weights_of
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.node.storage.backing import Upkeep
+from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format.model import (
     AlreadyStored,
@@ -47,6 +50,24 @@ from ownerserve.store.tiers.backend import Reservation, TierBackend
 
 DOMAIN = b"ownerserve/offload/1"
 COMPONENT = "vllm-offload"
+LIMITS = {
+    "store_bytes": "disk_bytes",
+    "store_bytes_per_day": "disk_bytes_per_day",
+    "store_upkeep_s": "upkeep_s",
+    "range_ttl_s": "range_ttl_s",
+}
+"""Settings of an entry of `secondary_tiers`, named as the connector's, and what each limits."""
+
+
+def limits_of(given: Mapping[str, Any]) -> StoreLimits:
+    """Return the store's limits; all chunks are ranges. Raises InvalidInput."""
+    try:
+        values = {LIMITS[name]: value for name, value in given.items()}
+        return msgspec.convert({"point_share": 0.0, **values}, StoreLimits)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(
+            "secondary_tiers", str(error), "see docs/vllm.md for every key"
+        ) from error
 
 
 class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
@@ -58,12 +79,16 @@ class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
     def __init__(
         self, *, store: str, weights: str = "", readers: int = 2, locality: str = "", **given: Any
     ) -> None:
-        """Open the store and start the threads. `given` are vLLM's own arguments; `weights` is a
-        digest or revision; empty: made from the checkpoint's files."""
+        """Open the store and start the threads. `weights` is a digest or revision; empty: made
+        from the checkpoint's files. `given` are the settings in LIMITS and vLLM's own arguments.
+        Raises InvalidInput for a limit that is none."""
+        limits = limits_of({name: given.pop(name) for name in LIMITS if name in given})
         super().__init__(**given)
         self._chunks = memoryview(self._primary_kv_view).cast("B")
         namespace = _namespace(given["offloading_spec"], Path(store), weights)
-        self._tier: TierBackend = DiskTier(Path(store), WallClock())
+        self._tier: TierBackend = DiskTier(Path(store), WallClock(), options=limits.on_disk())
+        self._upkeep = Upkeep([self._tier], limits.upkeep_s)
+        self._upkeep.start()
         self._names = _Names(namespace)
         self._lookups = _Lookups(self._tier, self._names, self.tier_type)
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="ownerserve-read")
@@ -111,7 +136,8 @@ class OwnerServeTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.shutdown()
         self._readers.shutdown()
         self._writer.shutdown()
-        self._tier.close()
+        if self._upkeep.stop():
+            self._tier.close()
 
     # -- on our threads ------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import msgspec
 
 from ownerserve.kv.addresses import LAST_PORT
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.units import GIB, MIB
+from ownerserve.kv.units import MIB
+from ownerserve.node.storage.limits import STANDARD, StoreLimits
 
 POLICIES = ("branches", "turn-end", "full", "zero")
 RESTORES = ("by-cost", "always")
@@ -42,6 +43,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     store               directory of the artifact store; one vLLM instance writes it
     store_bytes         most bytes of each rank's store on disk
+    store_bytes_per_day most bytes written to it in a day, compaction included; 0: no limit
+    store_upkeep_s      seconds between two passes that expire and compact it; 0: never
+    range_ttl_s         how long KV stays that nobody reads; 0: for ever
+    point_ttl_s         the same of window and recurrent state
     host_cache_bytes    host memory that holds copies of what was stored last; 0: none
     restore_deadline_s  after that a turn computes instead of waiting for the store
     restores            `by-cost`: load or compute, whichever is priced lower by what was measured;
@@ -68,7 +73,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     store: str
-    store_bytes: int = 80 * GIB
+    store_bytes: int = STANDARD.disk_bytes
+    store_bytes_per_day: int = STANDARD.disk_bytes_per_day
+    store_upkeep_s: float = STANDARD.upkeep_s
+    range_ttl_s: float = STANDARD.range_ttl_s
+    point_ttl_s: float = STANDARD.point_ttl_s
     host_cache_bytes: int = 0
     restore_deadline_s: float = 5.0
     restores: str = "by-cost"
@@ -97,8 +106,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
         sizes = ("host_cache_bytes", "save_buffer_bytes", "block_tokens", "record_blocks")
-        for field in (*sizes, "restore_deadline_s"):
-            if getattr(self, field) < 0:
+        aging = ("store_bytes_per_day", "store_upkeep_s", "range_ttl_s", "point_ttl_s")
+        for field in (*sizes, *aging, "restore_deadline_s"):
+            if not getattr(self, field) >= 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more")
         choices = (("checkpoints", POLICIES), ("restores", RESTORES), ("drafter", DRAFTERS))
         for field, known in choices:
@@ -106,6 +116,17 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise InvalidInput(
                     field, f"{getattr(self, field)!r}", f"use one of {', '.join(known)}"
                 )
+
+    def store_limits(self, point_share: float) -> StoreLimits:
+        """Return the limits of each rank's store, `point_share` of it for points."""
+        return StoreLimits(
+            disk_bytes=self.store_bytes,
+            point_share=point_share,
+            range_ttl_s=self.range_ttl_s,
+            point_ttl_s=self.point_ttl_s,
+            disk_bytes_per_day=self.store_bytes_per_day,
+            upkeep_s=self.store_upkeep_s,
+        )
 
     @property
     def buffer_bytes(self) -> int:

@@ -21,11 +21,12 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
+from ownerserve.node.storage.limits import STANDARD, UPKEEP_S, StoreLimits
 from ownerserve.node.storage.media import DEFAULT_WRITE, open_remote, write_policy
 from ownerserve.node.vocabulary.events import RecordsLost
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.disk.maintain import collect
-from ownerserve.store.disk.tier import DiskOptions, DiskTier, StoreUnavailable
+from ownerserve.store.disk.tier import DiskTier, StoreUnavailable
 from ownerserve.store.format.header import CHUNK
 from ownerserve.store.format.model import (
     SHARED,
@@ -43,7 +44,7 @@ from ownerserve.store.tiers.buffers import BufferPool, BufferSource
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.pinned import CudaHost, PinnedMemory
 from ownerserve.store.tiers.placement import Placement, WritePolicy, WriteThrough
-from ownerserve.store.tiers.policy import DISK_BYTES, POINT_SHARE, by_utility, split
+from ownerserve.store.tiers.policy import by_utility
 from ownerserve.store.tiers.tiered import TieredStore
 
 log = logging.getLogger("ownerserve.node")
@@ -196,7 +197,7 @@ class Backing:
         tiers: Sequence[TierBackend],
         *,
         write: WritePolicy | None = None,
-        upkeep_s: float = 0.0,
+        upkeep_s: float = UPKEEP_S,
     ) -> None:
         self.sizes: dict[Tier, int | None] = {
             MEDIUM_OF[tier.name]: _bytes_of(tier) for tier in tiers
@@ -237,19 +238,16 @@ def open_backing(
     remote: str | None = None,
     remote_key_file: Path | None = None,
     write: str = DEFAULT_WRITE,
-    upkeep_s: float = 0.0,
+    limits: StoreLimits = STANDARD,
     cuda: CudaHost | None = None,
     buffer_bytes: int = 0,
-    disk_bytes: int = DISK_BYTES,
-    point_share: float = POINT_SHARE,
 ) -> Backing | None:
-    """Open host memory of `host_bytes` (0: none) over the store at `directory` (None: none), which
-    holds `disk_bytes` at most, over the shared medium `remote` (None: none), sealed by the key in
-    `remote_key_file` (None: none), written as `write` says, tidied every `upkeep_s` seconds (0:
-    never). `point_share` of host memory and disk is for point state. `cuda` is the runtime that
-    page-locks the host memory, that of the disk's buffers too. `buffer_bytes` is what writers may
-    have reserved at once on disk: until it is durable it is in the tier's own memory. None: there
-    is no tier. `media` has the words.
+    """Open host memory of `host_bytes` (0: none) over the store at `directory` (None: none), over
+    the shared medium `remote` (None: none), sealed by the key in `remote_key_file` (None: none),
+    written as `write` says, each within `limits`. `cuda` is the runtime that page-locks the host
+    memory, that of the disk's buffers too. `buffer_bytes` is what writers may have reserved at once
+    on disk: until it is durable it is in the tier's own memory. None: there is no tier. `media` has
+    the words.
 
     A medium that does not let the store be opened is one warning: the worker serves without it.
     Raises InvalidInput for what the operator can mend (another writer, another format).
@@ -262,16 +260,14 @@ def open_backing(
     memory = None if cuda is None else PinnedMemory(cuda)
     if host_bytes:
         pool = BufferPool(2 * (host_bytes + CHUNK), max(host_bytes, GIB // 4), memory=memory)
-        tiers.append(
-            MemoryTier(clock, split(host_bytes, point_share), landing=pool, order=by_utility)
-        )
+        tiers.append(MemoryTier(clock, limits.of(host_bytes), landing=pool, order=by_utility))
     openers = (
         lambda: (
             directory
             and DiskTier(
                 directory,
                 clock,
-                options=DiskOptions(limits=split(disk_bytes, point_share)),
+                options=limits.on_disk(),
                 # A reservation is padded by up to a quarter, and readers have buffers beside them.
                 landing=BufferPool(max(BUFFERS_BYTES, 2 * buffer_bytes), memory=memory),
             )
@@ -287,7 +283,7 @@ def open_backing(
     if not tiers:
         return None
     policy = write_policy(write, [tier.name for tier in tiers])
-    return Backing(tiers, write=policy, upkeep_s=upkeep_s)
+    return Backing(tiers, write=policy, upkeep_s=limits.upkeep_s)
 
 
 # ---- upkeep

@@ -76,8 +76,9 @@ class Appender:
 
     def resume(self, segment: Segment, end: int) -> None:
         """Go on in a segment that recovery found open. What lay beyond `end` is cut off."""
-        segment.resize(end, self._home.segment_bytes)
-        self._segment, self._end, self._size = segment, end, self._home.segment_bytes
+        size = max(end, self._home.segment_bytes)
+        segment.resize(end, size)
+        self._segment, self._end, self._size = segment, end, size
         self._written_end = end
 
     def append(self, drafts: Iterable[RecordDraft], now_ms: int) -> Appended:

@@ -83,6 +83,13 @@ class Home:
             raise InvalidInput("store", f"{directory} holds no store", "name another one")
         return cls(directory, found)
 
+    def cap_segments(self, most_bytes: int) -> None:
+        """Let new segments be at most `most_bytes` large, but never smaller than the format's
+        least: the open one is preallocated, which counts on the disk.
+        """
+        most_bytes = max(MIN_SEGMENT_BYTES, most_bytes // BLOCK * BLOCK)
+        self.segment_bytes = min(self.segment_bytes, most_bytes)
+
     def write(self, name: str, data: bytes) -> None:
         """Make `data` the whole of the store's small file `name`, durably; a crash leaves the file
         as it was. Raises OSError.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from ownerserve.store.disk.reclaim import SPARSE_SHARE, sparse
-from ownerserve.store.disk.tier import DiskCore, release_quarantine
+from ownerserve.store.disk.tier import DiskCore, release_quarantine, spend
 from ownerserve.store.format.model import MissReason, ReadHit, ReadOutcome, Want
 from ownerserve.store.index.reader import IndexEntry
 from ownerserve.store.tiers.backend import EVERY_RECORD
@@ -51,6 +51,7 @@ def collect(
             copied = core.reclaimer.compact(
                 row, core.keys, landing=landing, now_ms=core.now_ms(), on_bad=core.quarantine
             )
+            spend(core, copied)
             done.bytes_copied += copied
             done.segments_compacted += 1
             core.counters["compacted_bytes"] += copied

@@ -75,6 +75,9 @@ from ownerserve.store.tiers.policy import Order, TierLimits, WriteBudget, by_uti
 
 log = logging.getLogger("ownerserve.store")
 
+SEGMENTS_AT_LEAST = 8
+"""A full store has at least so many segments: what the open one has preallocated and what lies dead
+where there are no holes is little beside the capacity."""
 _FLUSH_AT = 4096
 """Reads of so many records are remembered before the index hears of them."""
 T = TypeVar("T")
@@ -90,7 +93,9 @@ class DiskCore:
     except `touch`, which needs none, and those that take it.
     """
 
-    def __init__(self, home: Home, keys: Keys, clock: Clock, *, parts: Recovered) -> None:
+    def __init__(
+        self, home: Home, keys: Keys, clock: Clock, *, parts: Recovered, budget: WriteBudget | None
+    ) -> None:
         self.home = home
         self.keys = keys
         self.clock = clock
@@ -99,6 +104,7 @@ class DiskCore:
         self.reclaimer = parts.reclaimer
         self.appending = RLock()
         self.lock = RLock()
+        self.budget = budget
         self.health = Health(f"store {home.directory}")
         self.counters: Counter[str] = Counter()
         self._touched: dict[int, Touch] = {}
@@ -217,6 +223,12 @@ class DiskCore:
             )
 
 
+def spend(core: DiskCore, count: int) -> None:
+    """Count bytes written against the write budget, if there is one."""
+    if core.budget is not None:
+        core.budget.spend(count, core.clock.now())
+
+
 def release_quarantine(core: DiskCore, before_s: float, tenant: bytes | None = None) -> int:
     """Erase quarantined records older than `before_s` (of one tenant)."""
     old = [
@@ -300,7 +312,7 @@ class DiskTier:
         self.on_evict: OnEvict | None = None
         self.on_removed: OnRemoved = nobody_listens
         parts.index.on_removed = lambda metas: self.on_removed(metas)
-        self.core = DiskCore(home, keys, clock, parts=parts)
+        self.core = DiskCore(home, keys, clock, parts=parts, budget=self._options.write_budget)
         self._ledger = Ledger(self._options.limits, parts.index.standing)
         self._reader = DiskReader(
             home,
@@ -315,6 +327,7 @@ class DiskTier:
         options = self._options
         try:
             home = Home.create_or_open(directory, options.segment_bytes)
+            home.cap_segments(options.limits.capacity_bytes // SEGMENTS_AT_LEAST)
             try:
                 keys = open_keys(home, options.key_file, options.at_rest)
                 if options.index is Index.MADE_ANEW:
@@ -381,8 +394,7 @@ class DiskTier:
         if seal is None:
             return RefusalReason.NO_KEY
         head, total = record_room(meta, payload_bytes, seal)
-        budget = self._options.write_budget
-        if budget is not None and not budget.admit(total, now_s):
+        if core.budget is not None and not core.budget.admit(total, now_s):
             return RefusalReason.WRITE_BUDGET
         core.flush()  # eviction goes by true ages
         victims = self._ledger.make_room(meta, total, oldest=core.oldest, order=self._options.order)
@@ -434,8 +446,7 @@ class DiskTier:
         written = sum(entry.stored_bytes for entry in stored)
         core.counters["stored"] += len(stored)
         core.counters["stored_bytes"] += written
-        if self._options.write_budget is not None:
-            self._options.write_budget.spend(written, core.clock.now())
+        spend(core, written)
 
     def _seal(self, reserved: Reservation, room: memoryview, now_ms: int) -> RecordDraft:
         meta, payload_bytes = reserved.meta, reserved.payload_bytes
