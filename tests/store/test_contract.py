@@ -39,34 +39,12 @@ from ownerserve.store.tiers.placement import OnEviction, Placement, WriteBack, W
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from ownerserve.store.tiers.remote import RemoteTier
 from ownerserve.store.tiers.tiered import TieredStore
+from tests.support.store.media import FakeMooncake
 from tests.support.store.samples import Samples, bytes_held
 
 LIMITS = TierLimits(KindLimits(4 * MIB, 3600.0), KindLimits(2 * MIB, 60.0))
 TENANT = b"t" * 32
 POLICIES = {"tiered": OnEviction(), "write-back": WriteBack(), "write-through": WriteThrough()}
-
-
-class FakeMooncake:
-    """The return codes measured on Mooncake Store 0.3.13, without a Mooncake."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
-        self.full = False
-
-    def put(self, key: str, data: bytes) -> int:
-        if self.full:
-            return -200
-        self.held.setdefault(key, data)  # an existing key keeps its old value, and says 0
-        return 0
-
-    def get(self, key: str) -> bytes:
-        return self.held.get(key, b"")
-
-    def is_exist(self, key: str) -> int:
-        return int(key in self.held)
-
-    def remove(self, key: str, *, force: bool) -> int:
-        return 0 if self.held.pop(key, None) is not None else -704
 
 
 def s3(endpoint: str, prefix: str) -> Any:

@@ -44,3 +44,26 @@ class StuckReader(SickReader):
 
     def position(self, count: int) -> int:
         return 40
+
+
+class FakeMooncake:
+    """The return codes measured on Mooncake Store 0.3.13, without a Mooncake."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+        self.full = False
+
+    def put(self, key: str, data: bytes) -> int:
+        if self.full:
+            return -200
+        self.held.setdefault(key, data)  # an existing key keeps its old value, and says 0
+        return 0
+
+    def get(self, key: str) -> bytes:
+        return self.held.get(key, b"")
+
+    def is_exist(self, key: str) -> int:
+        return int(key in self.held)
+
+    def remove(self, key: str, *, force: bool) -> int:
+        return 0 if self.held.pop(key, None) is not None else -704

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -39,6 +40,7 @@ BAD_BLOBS_OF_THESE = 4
 itself."""
 STEP_BYTES = 16 * MIB
 MACHINE_BYTES = 64
+_CRC_BYTES = 4
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _GOOD = b""
 
@@ -149,11 +151,12 @@ class Suspects:
     def _judge(self, id_: bytes, key: str) -> bool:
         marker = accusations(id_) + _digest(self._blobs.get_into, key)
         try:
-            self._blobs.put_new(marker, memoryview(self._machine))
+            self._blobs.put_new(marker, memoryview(_signed(marker, self._machine)))
         except FileExistsError:
-            who = bytearray(MACHINE_BYTES)
-            who = who[: self._blobs.get_into(marker, 0, memoryview(who))]
-            if bytes(who) != self._machine:
+            said = bytearray(_CRC_BYTES + MACHINE_BYTES)
+            said = said[: self._blobs.get_into(marker, 0, memoryview(said))]
+            who = bytes(said[_CRC_BYTES:])
+            if who != self._machine and said == _signed(marker, who):
                 self._blobs.move(key, quarantine_key(id_))
                 self._blobs.delete(marker)
                 return True
@@ -173,6 +176,11 @@ class Suspects:
                 for blob in self._blobs.list(prefix):
                     if blob.modified_s < before_s:
                         self._blobs.delete(blob.key)
+
+
+def _signed(marker: str, machine: bytes) -> bytes:
+    """Return an accusation's body, bound to its name: another blob's bytes are nobody's word."""
+    return zlib.crc32(marker.encode() + machine).to_bytes(_CRC_BYTES, "little") + machine
 
 
 def _digest(get_into: Callable[[str, int, memoryview], int], key: str) -> str:
