@@ -139,7 +139,8 @@ class Life:
         for (number, _), outcome in zip(reserved, outcomes, strict=True):
             if isinstance(outcome, WriteDone | AlreadyStored):
                 stored.add(number)
-        self._settle(where, stored, before - _standing(tier))
+        standing = _standing(tier)  # what was there already may have made room for the others
+        self._settle(where, stored & standing, before - standing)
 
     def _settle(self, where: str, stored: set[int], gone: set[int]) -> None:
         """One note for both: a cut sees all of the step acknowledged, or none."""
