@@ -17,10 +17,8 @@ from ownerserve.directory.rules import TierCode
 from ownerserve.directory.terms import TermFile
 from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.node.storage import backing
 from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.node.vocabulary.settings import NodeSettings
-from ownerserve.store.tiers.policy import KindLimits, TierLimits
 from tests.support.hf.fleet_rig import ServedWorker
 from tests.support.hf.owning_fleet import NAME, PROMPT, BootClock, serve_at
 from tests.support.waits import until
@@ -133,13 +131,10 @@ def test_a_last_copy_that_is_evicted_is_told_and_counted(tmp_path: Path) -> None
         rig.close()
 
 
-def test_what_upkeep_removes_is_withdrawn_from_the_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_upkeep_removes_is_withdrawn_from_the_directory(tmp_path: Path) -> None:
     """By the inventory's word that it is gone: nothing waits for the directory's leave."""
-    short = TierLimits(*(KindLimits(1 << 26, ttl_s=3.0) for _ in range(2)))
-    monkeypatch.setattr(backing, "split", lambda *_: short)
-    rig = Rig(tmp_path, host_cache_bytes=0, store_limits=StoreLimits(upkeep_s=0.2))
+    short = StoreLimits(range_ttl_s=3.0, point_ttl_s=3.0, upkeep_s=0.2)
+    rig = Rig(tmp_path, host_cache_bytes=0, store_limits=short)
     try:
         serve_at(rig.workers[0], PROMPT)
         until(lambda: rig.places() == [("w0", TierCode.DEVICE), ("w0", TierCode.DISK)])
