@@ -13,7 +13,7 @@ GUIDELLM   := .venv-guidellm/.guidellm-0.8.1
 AIPERF     := .venv-aiperf/.aiperf-0.13.0
 ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
-.PHONY: audit bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: audit bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -88,6 +88,15 @@ audit: setup     ## known vulnerabilities of what the tests run with; says so wh
 
 bench: setup bench-envs ## every benchmark; results in benchmarks/results/
 	$(BIN)/python benchmarks/run.py
+
+bench-trust: setup ## docs/reliability.md in short: power cuts, flipped bits, kills, keys, owners, mutants, a minute of soak
+	$(BIN)/python tools/power_loss.py --seeds 4 --states 2000
+	$(BIN)/python -m tests.support.store.flipper --reads 50000 --faults 5000
+	$(BIN)/python -m tests.directory.test_faults 0 500
+	$(BIN)/python -m pytest tests/store/test_crash.py tests/store/test_numbers.py tests/store/test_keys.py tests/store/test_rotate.py \
+		tests/store/test_superblock.py tests/store/test_shared_media.py tests/store/test_medium_key.py
+	$(BIN)/python tools/mutants.py --tenth
+	$(BIN)/python tools/soak.py --minutes 1
 
 bench-cache: setup bench-envs ## the cache beside SGLang's and vLLM's, in one run
 	$(BIN)/python benchmarks/run.py cache_cpu cache_eviction cache_sessions

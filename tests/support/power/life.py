@@ -1,6 +1,6 @@
 """A life: what a node asks of its store, of a shared medium and of the directory's term file.
 
-    python life.py HOME NOTES SEED LIFE
+    python -m tests.support.power.life HOME NOTES SEED LIFE
 
 Drawn by the seed. Before each step it notes what it tries, after it what was acknowledged
 (`promises`). Run under strace by `recording`, which may kill it at any call.
@@ -15,20 +15,17 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
-
-from ownerserve.directory.terms import TermFile  # noqa: E402 - run as a file
-from ownerserve.kv.clock import ManualClock  # noqa: E402
-from ownerserve.store.disk.maintain import collect  # noqa: E402
-from ownerserve.store.disk.tier import DiskTier  # noqa: E402
-from ownerserve.store.format.convert import ByteOrder  # noqa: E402
-from ownerserve.store.format.model import AlreadyStored, Want, WriteDone  # noqa: E402
-from ownerserve.store.tiers.backend import Reservation  # noqa: E402
-from ownerserve.store.tiers.buffers import BufferPool  # noqa: E402
-from ownerserve.store.tiers.remote import RemoteTier  # noqa: E402
-from ownerserve.store.tiers.tiered import TieredStore  # noqa: E402
-from tests.support.power.artifacts import (  # noqa: E402
+from ownerserve.directory.terms import TermFile
+from ownerserve.kv.clock import ManualClock
+from ownerserve.store.disk.maintain import collect
+from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.format.convert import ByteOrder
+from ownerserve.store.format.model import AlreadyStored, Want, WriteDone
+from ownerserve.store.tiers.backend import Reservation
+from ownerserve.store.tiers.buffers import BufferPool
+from ownerserve.store.tiers.remote import RemoteTier
+from ownerserve.store.tiers.tiered import TieredStore
+from tests.support.power.artifacts import (
     NUMBERS,
     TENANTS,
     is_convertible,

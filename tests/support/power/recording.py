@@ -25,7 +25,7 @@ _KILLS = {
     "rename": 4,
 }
 """Call -> about how many of them one life makes."""
-CHILD = Path(__file__).with_name("life.py")
+CHILD = "tests.support.power.life"
 
 
 class Recording(NamedTuple):
@@ -51,7 +51,7 @@ def record(seed: int, folder: Path) -> Recording:
         when = rng.randint(1, _KILLS[call])
         inject = f"{call}:signal=KILL:when={when}" if number < LIVES - 1 else None
         log = folder / f"{number}.strace"
-        command = [str(CHILD), str(home), str(notes), str(seed), str(number)]
+        command = ["-m", CHILD, str(home), str(notes), str(seed), str(number)]
         kills += trace.run(command, log, inject) != 0
         trace.read(log, home, notes, events)
         log.unlink()

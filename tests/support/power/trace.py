@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.children import importing
+
 CALLS = (
     *("open", "openat", "creat", "close", "dup", "dup2", "dup3", "lseek"),
     *("write", "writev", "pwrite64", "pwritev", "pwritev2", "sendfile", "copy_file_range"),
@@ -102,7 +104,11 @@ def run(command: Sequence[str], log: Path, inject: str | None = None) -> int:
     # With the filter, strace 6.1 injects nothing.
     strace += ["-e", f"inject={inject}"] if inject else ["--seccomp-bpf"]
     done = subprocess.run(
-        [*strace, sys.executable, *command], check=False, capture_output=True, timeout=300
+        [*strace, sys.executable, *command],
+        env=importing(),
+        check=False,
+        capture_output=True,
+        timeout=300,
     )
     assert done.returncode in (0, -9, 137), done.stderr.decode()[-3000:]
     return done.returncode
