@@ -23,7 +23,7 @@ from ownerserve.kv.units import KIB, MIB, format_bytes, parse_bytes
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.maintain import QUARANTINE_KEPT_S, collect, verify_all
 from ownerserve.store.disk.rotate import KeyChange, Rotated, replace_lost_key, rotate_key
-from ownerserve.store.disk.snapshot import StoreSnapshot
+from ownerserve.store.disk.snapshot import view_of
 from ownerserve.store.disk.tier import DiskOptions, DiskTier, Index
 from ownerserve.store.format.seal import KEY_BYTES, Keys
 from ownerserve.store.index.reader import IndexEntry, IndexFailed
@@ -46,8 +46,8 @@ key_option = click.option(
 def command() -> None:
     """The artifact store on disk (docs/store.md; its format: docs/format.md).
 
-    `ls` and `verify` read beside a running worker. `gc`, `purge` and `rotate-key` write:
-    stop the worker first.
+    `ls` and `verify` change nothing: they read beside a running worker, a dead worker's store, and
+    one on a read-only mount. `gc`, `purge` and `rotate-key` write: stop the worker first.
 
     \b
     ownerserve store ls /var/lib/ownerserve
@@ -76,7 +76,7 @@ def ls(directory: Path, limit: int, tenant: str | None, json_target: str | None)
     ownerserve store ls DIR --limit 5
     ownerserve store ls DIR --json - | jq .usage
     """
-    store = StoreSnapshot(directory, keys=Keys())
+    store = view_of(directory, keys=Keys())
     try:
         entries = list(islice(store.entries(_tag(tenant) if tenant else None), limit))
         usage = [
@@ -149,7 +149,7 @@ def verify(directory: Path, key_file: Path | None, json_target: str | None) -> N
     \b
     ownerserve store verify DIR && echo sound
     """
-    store = StoreSnapshot(directory, key_file=key_file)
+    store = view_of(directory, key_file=key_file)
     counts: dict[str, int] = {"sound": 0}
     bad = []
     size = 0

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import logging
 import os
+import time
 from pathlib import Path
 
 from ownerserve.kv.durable import make_directory, sync_directory
@@ -31,6 +32,8 @@ from ownerserve.store.format.segment import SUFFIX
 
 log = logging.getLogger("ownerserve.store")
 
+_TRIES, _AGAIN_S = 4, 0.05
+
 
 class Home:
     """A home is a store's directory and what is fixed about it. It holds no file open but the
@@ -39,14 +42,11 @@ class Home:
 
     def __init__(self, directory: Path, superblock: Superblock) -> None:
         self.directory = directory
+        self.index_path = directory / "index.sqlite"
+        """Where the store's index lies; elsewhere for who may write nothing in `directory`."""
         self.store_id = superblock.store_id
         self.segment_bytes = superblock.segment_bytes
         self._lock_fd = -1
-
-    @property
-    def index_path(self) -> Path:
-        """Return where the store's index lies."""
-        return self.directory / "index.sqlite"
 
     @classmethod
     def create_or_open(cls, directory: Path, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> Home:
@@ -150,19 +150,57 @@ def _damaged(directory: Path) -> InvalidInput:
     )
 
 
+class StoreHeld(InvalidInput):
+    """The operator must choose: a living process has the store open for writing."""
+
+
+def refuse_held(directory: Path) -> None:
+    """Raise StoreHeld, with its holder's name, when a living process writes the store. Changes
+    nothing; a store without a LOCK file is nobody's. Raises OSError when it can't be told.
+    """
+    try:
+        fd = os.open(directory / "LOCK", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _held(directory, fd) from error
+    finally:
+        os.close(fd)
+
+
+def _held(directory: Path, fd: int) -> StoreHeld:
+    owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "another process"
+    return StoreHeld(
+        "store", f"{directory} is written by {owner}", "stop it, or name another directory"
+    )
+
+
 def _lock(directory: Path) -> int:
     fd = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _take(fd)
     except BlockingIOError as error:
-        owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "another process"
+        held = _held(directory, fd)
         os.close(fd)
-        raise InvalidInput(
-            "store", f"{directory} is written by {owner}", "stop it, or name another directory"
-        ) from error
+        raise held from error
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"process {os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _take(fd: int) -> None:
+    """Take the writer's lock; who only asks whether it is held (`refuse_held`) lets go at once."""
+    for left in reversed(range(_TRIES)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_AGAIN_S)
+        else:
+            return
 
 
 def _refuse_foreign(directory: Path) -> None:

@@ -13,10 +13,14 @@ what is there twice; every read verifies payloads anyway.
 Numbers of records and segments are given once: the next ones are above those of every header that
 is read and above the marks that the index keeps of what it ever heard. So what a power loss brings
 back of the index is never taken for what was written since.
+
+`survey` looks the same way at a store that may not be written: what it finds goes into an index
+that lies elsewhere, and nothing is erased, cut or synced.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -37,6 +41,7 @@ from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.format.verify import NoKey, check_place, open_chunks, open_header
 from ownerserve.store.index.reader import (
     Change,
+    DamagedIndex,
     IndexEntry,
     IndexFailed,
     SegmentRow,
@@ -45,6 +50,8 @@ from ownerserve.store.index.reader import (
 )
 from ownerserve.store.index.writer import IndexWriter
 from ownerserve.store.tiers.buffers import BufferSource
+
+log = logging.getLogger("ownerserve.store")
 
 _BATCH = 1024
 MAX_SEQUENCE = 1 << 62
@@ -90,14 +97,87 @@ def discard_index(home: Home) -> None:
 
 
 def recover(home: Home, keys: Keys, *, segments: OpenSegments, landing: BufferSource) -> Recovered:
-    """Open the store for writing."""
+    """Open the store for writing. An index that is damaged within is made anew, as one is that
+    can't be opened.
+    """
     report = RecoveryReport(temporary_files=home.sweep())
+    try:
+        return _recovered(home, keys, report=report, segments=segments, landing=landing)
+    except DamagedIndex as error:
+        log.warning("%s: %s; it is made anew", home.directory, error)
+        discard_index(home)
+        return _recovered(home, keys, report=report, segments=segments, landing=landing)
+
+
+def _recovered(
+    home: Home, keys: Keys, *, report: RecoveryReport, segments: OpenSegments, landing: BufferSource
+) -> Recovered:
     index = open_index(home, report)
     try:
-        return _Recovery(home, index, keys, report=report, landing=landing).run(segments)
+        recovery = _Recovery(home, index, keys, report=report, landing=landing, hands=_Mending())
+        return recovery.run(segments)
+    except BaseException as error:
+        try:
+            if isinstance(error, IndexFailed):
+                index.check()  # where it is sound the medium failed, and it stays
+        finally:
+            index.close()
+        raise
+
+
+def survey(home: Home, keys: Keys, *, landing: BufferSource) -> tuple[IndexWriter, RecoveryReport]:
+    """Bring the index at `home.index_path`, which is not the store's own, up to what the segments
+    hold; the store is only read. Raises IndexFailed where there is no room for it.
+    """
+    report = RecoveryReport()
+    index = open_index(home, report)
+    try:
+        index.check()
+    except DamagedIndex:
+        index.close()
+        discard_index(home)
+        index = open_index(home, report)
+    try:
+        recovery = _Recovery(home, index, keys, report=report, landing=landing, hands=_Looking())
+        recovery.scan()
     except BaseException:
         index.close()
         raise
+    return index, report
+
+
+class _Mending:
+    """Mending hands make the segments agree with the index: those of the store's one writer."""
+
+    flags = os.O_RDWR
+
+    def erase(self, segment: Segment, offset: int, length: int) -> None:
+        """Make a torn record unreadable."""
+        segment.erase([(offset, length)])
+
+    def sync(self, segment: Segment) -> None:
+        """Make what is adopted durable, before what it replaces is erased."""
+        segment.sync()
+
+    def trim(self, segment: Segment, end: int) -> None:
+        """Give back what is preallocated beyond `end`."""
+        if segment.size() > end:
+            segment.resize(end, 0)
+
+
+class _Looking(_Mending):
+    """Looking hands leave the segments as they are."""
+
+    flags = os.O_RDONLY
+
+    def erase(self, segment: Segment, offset: int, length: int) -> None:
+        """Leave the torn record: it is in no index."""
+
+    def sync(self, segment: Segment) -> None:
+        """Leave it: nothing is erased for it."""
+
+    def trim(self, segment: Segment, end: int) -> None:
+        """Leave it."""
 
 
 class _Recovery:
@@ -111,8 +191,10 @@ class _Recovery:
         *,
         report: RecoveryReport,
         landing: BufferSource,
+        hands: _Mending,
     ) -> None:
         self._home = home
+        self._hands = hands
         self._index = index
         self._keys = keys
         self._report = report
@@ -123,6 +205,20 @@ class _Recovery:
         self._queue = ReadQueue()
 
     def run(self, segments: OpenSegments) -> Recovered:
+        """Make index and segments agree, and return what goes on from there."""
+        index = self._index
+        numbers, last = self.scan()
+        next_number = max([index.highest_segment(), *numbers]) + 1
+        appender = Appender(self._home, next_number, self._next_sequence)
+        if last is not None and last[1].state is SegmentState.OPEN:
+            appender.resume(last[0], last[1].end)
+        reclaimer = Reclaimer(self._home, index, appender=appender, segments=segments)
+        reclaimer.erase(index.doomed())
+        self._report.segments_dropped += reclaimer.drop_empty()
+        return Recovered(index, appender, reclaimer, self._report)
+
+    def scan(self) -> tuple[list[int], tuple[Segment, SegmentRow] | None]:
+        """Bring the index up to what the segments hold; returns their numbers, and the last one."""
         index = self._index
         numbers = self._home.segment_numbers()
         rows = {row.number: row for row in index.segments()}
@@ -139,14 +235,7 @@ class _Recovery:
                 last = self._adopt_segment(number, row, is_last=number == numbers[-1])
             self._next_sequence = max(index.highest_sequence() + 1, self._next_sequence)
             self._adopt_unnumbered()
-        next_number = max([index.highest_segment(), *numbers]) + 1
-        appender = Appender(self._home, next_number, self._next_sequence)
-        if last is not None and last[1].state is SegmentState.OPEN:
-            appender.resume(last[0], last[1].end)
-        reclaimer = Reclaimer(self._home, index, appender=appender, segments=segments)
-        reclaimer.erase(index.doomed())
-        self._report.segments_dropped += reclaimer.drop_empty()
-        return Recovered(index, appender, reclaimer, self._report)
+        return numbers, last
 
     def _forget_lost(self, numbers: set[int]) -> None:
         for number in numbers:
@@ -157,7 +246,7 @@ class _Recovery:
     def _adopt_segment(
         self, number: int, row: SegmentRow | None, *, is_last: bool
     ) -> tuple[Segment, SegmentRow] | None:
-        segment = Segment(segment_path(self._home.directory, number), os.O_RDWR)
+        segment = Segment(segment_path(self._home.directory, number), self._hands.flags)
         if row is not None and row.state is SegmentState.FULL and segment.size() <= row.end:
             return segment, row  # closed in order: nothing can lie beyond its end
         try:
@@ -185,8 +274,8 @@ class _Recovery:
         self._adopt_synced(segment, batch)
         fresh = msgspec.structs.replace(fresh, end=end)
         self._index.apply(Change(segments=[fresh]))
-        if state is SegmentState.FULL and segment.size() > end:
-            segment.resize(end, 0)
+        if state is SegmentState.FULL:
+            self._hands.trim(segment, end)
         return segment, fresh
 
     def _whole(self, segment: Segment, start: int, *, deep: bool) -> Iterator[RecordHeader]:
@@ -203,7 +292,7 @@ class _Recovery:
                     yield header
                 else:
                     self._report.torn += 1
-                    segment.erase([(header.place.offset, header.record_bytes)])
+                    self._hands.erase(segment, header.place.offset, header.record_bytes)
 
     def _verified(self, segment: Segment, group: list[RecordHeader]) -> set[int]:
         """Return the offsets of the records whose header and payload are right."""
@@ -237,7 +326,7 @@ class _Recovery:
         wrote them may have died before its sync.
         """
         if batch:
-            segment.sync()
+            self._hands.sync(segment)
             self._adopt(batch)
 
     def _adopt(self, batch: list[IndexEntry]) -> None:

@@ -91,6 +91,10 @@ class IndexFailed(OwnerServeError):
     """
 
 
+class DamagedIndex(IndexFailed):
+    """The store must make the index anew: what it holds is not what was written."""
+
+
 class IndexEntry(msgspec.Struct, frozen=True, gc=False):
     """An entry is a row of the index: where a record lies and what it is."""
 

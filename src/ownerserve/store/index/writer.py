@@ -19,6 +19,7 @@ from ownerserve.store.index.reader import (
     SCHEMA,
     SCHEMA_VERSION,
     Change,
+    DamagedIndex,
     IndexEntry,
     IndexFailed,
     IndexReader,
@@ -141,6 +142,15 @@ class IndexWriter(IndexReader):
         if change.remove:
             moved = {entry.meta.id for entry in change.add}
             self.on_removed([e.meta for e in change.remove if e.meta.id not in moved])
+
+    def check(self) -> None:
+        """Read every page. Raises DamagedIndex for an index that is damaged within."""
+        try:
+            found = self._rows("PRAGMA quick_check(1)")
+        except IndexFailed as error:
+            raise DamagedIndex(str(error)) from error
+        if found != [("ok",)]:
+            raise DamagedIndex(f"index: {found[0][0]}")
 
     def sequences_among(self, numbers: Sequence[int]) -> set[int]:
         """Return those of `numbers` that a record bears."""
