@@ -25,6 +25,7 @@ from ownerserve.store.format.model import (
     WriteRefused,
 )
 from ownerserve.store.format.segment import segment_path
+from ownerserve.store.index.reader import IndexFailed
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.buffers import BufferPool
 from ownerserve.store.tiers.policy import KindLimits, TierLimits, WriteBudget
@@ -317,6 +318,21 @@ def test_compaction_moves_what_lives(open_disk, samples):
     assert samples.read(tier, *kept) == [samples.payload(n, 100_000) for n in kept]
     tier.close()
     assert samples.read(open_disk(), *kept) == [samples.payload(n, 100_000) for n in kept]
+
+
+def test_gc_of_a_medium_that_fails_is_counted_and_done_next_time(open_disk, samples, monkeypatch):
+    """Before: an UnboundLocalError, of the upkeep of a store whose folder had gone."""
+    tier = open_disk()
+    assert isinstance(put(tier, samples.meta(1), samples.payload(1)), WriteDone)
+
+    def fail() -> None:
+        raise IndexFailed("disk I/O error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(tier.core.index, "segments", fail)
+        done = collect(tier.core, BufferPool())
+    assert done.segments_compacted == 0 and tier.core.counters["io_errors"] == 1
+    assert samples.read(tier, 1) == [samples.payload(1)]
 
 
 def test_record_larger_than_a_segment(open_disk, samples):

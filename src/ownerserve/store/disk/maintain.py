@@ -13,7 +13,7 @@ import msgspec
 from ownerserve.store.disk.reclaim import SPARSE_SHARE, sparse
 from ownerserve.store.disk.tier import DiskCore, release_quarantine, spend
 from ownerserve.store.format.model import MissReason, ReadHit, ReadOutcome, Want
-from ownerserve.store.index.reader import IndexEntry
+from ownerserve.store.index.reader import IndexEntry, SegmentRow
 from ownerserve.store.tiers.backend import EVERY_RECORD
 from ownerserve.store.tiers.buffers import BufferSource
 
@@ -41,6 +41,7 @@ def collect(
     compacted, the emptiest first."""
     done = GcResult()
     kept = QUARANTINE_KEPT_S if kept_s is None else kept_s
+    rows: list[SegmentRow] = []
     with core.shielded():
         done.quarantine_released = release_quarantine(core, core.clock.now() - kept)
         done.segments_dropped = core.reclaimer.drop_empty()
