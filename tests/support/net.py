@@ -7,19 +7,28 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from random import SystemRandom
 from typing import NamedTuple
 
 import pytest
 
 from ownerserve.kv.addresses import is_loopback
 
+LOWEST_PORT = 10_000
+_given: set[int] = set()
+
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of 127.0.0.1 on which nobody listens now, below those that the kernel gives to whoever
+    asks for any: it stays free until its server listens, and between two lives of it. No port is
+    given twice."""
+    kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert kernels > 2 * LOWEST_PORT, "the kernel keeps no ports for servers"
+    draw = SystemRandom()  # Hypothesis seeds the other one, in each process alike
+    while (port := draw.randrange(LOWEST_PORT, kernels)) in _given or not is_free(port):
+        pass
+    _given.add(port)
+    return port
 
 
 def is_free(port: int) -> bool:
