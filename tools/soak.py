@@ -6,13 +6,15 @@ is wrong at the end.
 A gateway, two workers of the reference engine with stores and a directory serve agents whose every
 answer is compared with that of a worker without faults. One of them is killed, restarted or stood
 still every few seconds. Memory, descriptors, threads, disk and tables must stay flat; at the end no
-request may be missing, no state machine's check have failed, every store verify.
+request may be missing, no state machine's check have failed, every store verify. Ended early, by
+SIGINT, SIGTERM or SIGKILL, it leaves no process behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of faults and conversations")
     parser.add_argument("--json", metavar="PATH|-", help="the result as one JSON object")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         soaked = soak(Path(folder), given.minutes * 60, seed=given.seed, tell=say)
     result = json.dumps(soaked.as_json(given.seed), indent=2)

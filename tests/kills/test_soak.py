@@ -1,21 +1,27 @@
-"""A minute of soak over real processes, and that a soak notices what leaks or is wrong.
+"""A short soak over real processes, and that a soak notices what leaks or is wrong.
 
-Hours: `make soak MINUTES=180`.
+Ten minutes in .ci/run, beside the other tests; hours: `make soak MINUTES=180`.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
+from tests.support.children import ROOT, importing
 from tests.support.soak import soak as soaking
-from tests.support.soak.sizes import SLACK, Place, Sizes, disk_bytes, grown, of_process
+from tests.support.soak.sizes import FEWEST, SLACK, Place, Sizes, disk_bytes, grown, of_process
+from tests.support.waits import WAIT_S, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash, pytest.mark.slow]
 
-SOAKED_S = 60.0
+SOAKED_S = 20.0
 AT = Place("w0", "descriptors")
 
 
@@ -27,7 +33,7 @@ def test_under_faults_no_answer_is_wrong_and_nothing_grows(tmp_path: Path) -> No
     told: list[str] = []
     soaked = soaking.soak(tmp_path, SOAKED_S, seed=1, tell=told.append)
     assert soaked.failures == []
-    assert soaked.turns["answered"] >= soaked.faults.total() >= 6
+    assert soaked.turns["answered"] >= soaked.faults.total() >= FEWEST
     assert len(told) == soaked.faults.total()
     sizes = soaked.as_json(1)["sizes"]
     for seen in ("w0.rss_bytes", "gateway.threads", "w1.disk_bytes", "directory.descriptors"):
@@ -44,6 +50,34 @@ def test_a_wrong_answer_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(soaking, "Cold", Wrong)
     soaked = soaking.soak(tmp_path, 1.0, seed=1, tell=lambda _line: None)
     assert any("and right is" in failure for failure in soaked.failures)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_one_that_is_ended_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    mark = uuid4().hex
+    told = importing(OWNERSERVE_SOAK_MARK=mark, TMPDIR=str(tmp_path))
+    command = [sys.executable, str(ROOT / "tools" / "soak.py"), "--minutes", "10"]
+    with (tmp_path / "said").open("w") as said:
+        soak = subprocess.Popen(command, stderr=said, env=told)
+    try:
+        until(lambda: "turns" in (tmp_path / "said").read_text(), within_s=300, what="a fault")
+        assert len(marked(mark)) >= 6, "the tool, a directory, two workers, a gateway, the oracle"
+    finally:
+        soak.send_signal(number)
+        soak.wait(4 * WAIT_S)
+    until(lambda: not marked(mark), what="all processes to end")
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that have `mark` in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:  # ended meanwhile, or another's
+            continue
+    return found
 
 
 def test_what_grows_is_named_and_what_swings_is_flat() -> None:

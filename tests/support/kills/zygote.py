@@ -4,13 +4,15 @@
 
 A worker takes seconds of CPU to import torch and transformers; forked it takes none. A member is a
 process like any other: it leads a session of its own, writes to its own log, and dies by SIGKILL.
-The zygote ends with whoever holds its standard input.
+The zygote ends with whoever holds its standard input, and each member with the zygote: a run that
+is killed leaves no process.
 
     asker ── {"given", "log"} ──> fork ── pid ──> asker ── exit code, or nothing: it was killed
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -54,6 +56,8 @@ def main(path: str) -> None:
         while True:
             ready, _, _ = select.select([listener, sys.stdin], [], [])
             if sys.stdin in ready:
+                Path(path).unlink()
+                Path(path).parent.rmdir()
                 return
             asker, _ = listener.accept()
             with asker:
@@ -62,7 +66,11 @@ def main(path: str) -> None:
                     _member(asker)
 
 
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+
+
 def _member(asker: socket.socket) -> NoReturn:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     order = msgspec.json.decode(asker.recv(1 << 16), type=Order)
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -16,7 +16,7 @@ from ownerserve.directory.rpc.client import DirectoryClient
 from tests.support.children import importing
 from tests.support.kills.processes import Fleet, Member, metric
 from tests.support.soak.agents import Agents, Cold
-from tests.support.soak.sizes import FLEETING, Grown, Sizes, grown, sample
+from tests.support.soak.sizes import FEWEST, FLEETING, Grown, Sizes, grown, sample
 from tests.support.waits import until
 
 AGENTS = 3
@@ -25,6 +25,8 @@ QUIET_S = (1.0, 4.0)
 FROZEN_S = (0.2, 4.0)
 """At most twice a lease."""
 REST_S = 120.0
+ENOUGH_S = 600.0
+"""On a busy machine a short run goes on for so long at most, until it has samples enough."""
 SCHEMA = "ownerserve.soak/1"
 
 
@@ -56,7 +58,8 @@ class Soaked(NamedTuple):
 
 
 def soak(folder: Path, seconds: float, *, seed: int, tell: Callable[[str], None]) -> Soaked:
-    """Soak for so many seconds of faults, then check. `tell` hears a line of progress at a time."""
+    """Soak for so many seconds of faults or, without a wrong answer, until there are samples enough
+    to say anything; then check. `tell` hears a line of progress at a time."""
     fleet = Fleet(folder, policy="ownerserve")
     chance = random.Random(seed)
     faults: Counter[str] = Counter()
@@ -68,7 +71,9 @@ def soak(folder: Path, seconds: float, *, seed: int, tell: Callable[[str], None]
             agents.begin()
             try:
                 began_s = time.monotonic()
-                while time.monotonic() < began_s + seconds:
+                while (past_s := time.monotonic() - began_s) < seconds or (
+                    len(samples) < FEWEST and not agents.wrong and past_s < seconds + ENOUGH_S
+                ):
                     time.sleep(chance.uniform(*QUIET_S))
                     agents.check()
                     faults[strike(fleet, chance)] += 1
