@@ -43,6 +43,8 @@ from ownerserve.node.rpc.server import RpcClient
 from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker
 from tests.support.waits import until
 
+pytestmark = pytest.mark.engine
+
 
 def text(tokens: int, seed: int) -> list[int]:
     return [(seed * 37 + i * i) % 240 + 5 for i in range(tokens)]
