@@ -375,3 +375,16 @@ def test_nothing_is_told_of_a_session_that_is_over() -> None:
     engine.end(2 * CELL_TOKENS)
     engine.drain()
     assert not engine.saves.left
+
+
+def test_a_turn_given_up_while_its_step_is_under_way_is_told_as_what_was_copied() -> None:
+    """The step fills a record; the turn ends with a token less, for nobody has its answer. It was
+    told as ending in a shorter record, which nobody had made: the session had nothing."""
+    engine = Engine()
+    engine.arrive(LONG[:CELL_TOKENS])
+    engine.compute(0, CELL_TOKENS)
+    engine.end(CELL_TOKENS - 1)
+    engine.drain()
+    (tip,) = engine.saves.left
+    stored = {copy.meta.id for copy in engine.stored}
+    assert set(ids_of(engine.saves.names, tip)) <= stored, "a record that nobody made"

@@ -444,11 +444,13 @@ class Saves:
             effects += self._point(running, running.pinned)
         self.late.supersede(running)
         effects += self._range(event.turn_id, running)
-        if running.session_id is not None and last:
+        # A step that is still under way may have filled a cell: that is what is stored of it.
+        depth = max(last, running.cells)
+        if running.session_id is not None and depth:
             running.tip = tip_of(
                 running.names,
                 running.session_id,
-                last,
+                depth,
                 digests=running.chain.digests,
                 points=running.depths | {event.restored // self._block},
                 tenant=running.tenant,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ownerserve.engines.vllm.build import ALWAYS, SIMPLE
 from ownerserve.engines.vllm.layout.shape import StateShape, describe
 from ownerserve.engines.vllm.replay.replays import ReplayLengths, Replays
@@ -89,6 +91,8 @@ class Oracle:
         self._known: dict[str, HashedPrefix] = {}
         self.open: dict[int, SaveCommand] = {}
         self.told: Counter[str] = Counter()
+        self.asked_for: set[bytes] = set()
+        """Ids of records of which a copy was ever ordered."""
         self.answered: set[bytes] = set()
         """Ids of records of which something was told, well or not."""
 
@@ -119,6 +123,7 @@ class Oracle:
             assert save.meta.prefix_hash in self._texts, "tokens that were not accepted"
             assert save.meta.tenant in self._salts
             self.open[save.operation_id] = save
+            self.asked_for.add(save.meta.id)
 
     def check(self, save: SaveCommand, rows: Sequence[Sequence[Row]]) -> None:
         """What was copied is what the record is named."""
@@ -256,6 +261,9 @@ class Holding:
         under_way -= {id_ for rank in self._ranks for id_ in rank.kept.values()}
         for tip in () if self.has_given_up() else tips:
             assert not under_way.intersection(ids_of(self.names, tip)), "told before it is stored"
+            # Of its points, one that vLLM had itself is named too: it may be stored, or not.
+            ranges = ids_of(self.names, msgspec.structs.replace(tip, points=()))
+            assert self._oracle.asked_for.issuperset(ranges), f"{tip}: a record that nobody made"
 
     def missed(self, session_id: object) -> None: ...
 
