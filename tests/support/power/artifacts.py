@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 from ownerserve.kv.clock import Clock
-from ownerserve.store.disk.tier import DiskOptions, DiskTier
+from ownerserve.store.disk.tier import DiskOptions, DiskTier, Index
 from ownerserve.store.format.convert import ByteOrder, PayloadLayout
 from ownerserve.store.format.model import ArtifactKind, Meta
 from ownerserve.store.format.seal import Keys
@@ -95,10 +95,17 @@ def meta(number: int) -> Meta:
     )
 
 
-def open_disk(home: Path, clock: Clock, limits: TierLimits = LIMITS) -> DiskTier:
+def disk_folder(home: Path) -> Path:
+    """Where the store of the lives lies."""
+    return home / "disk" / "new" / "store"
+
+
+def open_disk(
+    home: Path, clock: Clock, limits: TierLimits = LIMITS, index: Index = Index.KEPT
+) -> DiskTier:
     """The store of the lives."""
-    options = DiskOptions(limits=limits, segment_bytes=SEGMENT_BYTES)
-    return DiskTier(home / "disk" / "new" / "store", clock, options=options)
+    options = DiskOptions(limits=limits, segment_bytes=SEGMENT_BYTES, index=index)
+    return DiskTier(disk_folder(home), clock, options=options)
 
 
 def open_shared(home: Path, clock: Clock, limits: TierLimits = SHARED_LIMITS) -> RemoteTier:

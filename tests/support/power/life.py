@@ -18,7 +18,8 @@ from pathlib import Path
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.clock import ManualClock
 from ownerserve.store.disk.maintain import collect
-from ownerserve.store.disk.tier import DiskTier
+from ownerserve.store.disk.rotate import KeyChange, rotate_key
+from ownerserve.store.disk.tier import DiskTier, Index
 from ownerserve.store.format.convert import ByteOrder
 from ownerserve.store.format.model import AlreadyStored, Want, WriteDone
 from ownerserve.store.tiers.backend import Reservation
@@ -28,6 +29,7 @@ from ownerserve.store.tiers.tiered import TieredStore
 from tests.support.power.artifacts import (
     NUMBERS,
     TENANTS,
+    disk_folder,
     is_convertible,
     layout,
     meta,
@@ -86,8 +88,8 @@ class Life:
         self._shared = open_shared(home, clock)
         teller.say("stands", "shared", _standing(self._shared))
 
-    def _open_disk(self) -> DiskTier:
-        disk = open_disk(self._home, self._clock)
+    def _open_disk(self, index: Index = Index.KEPT) -> DiskTier:
+        disk = open_disk(self._home, self._clock, index=index)
         disk.on_removed = lambda metas: self._gone.update(
             int.from_bytes(gone.id, "little") for gone in metas
         )
@@ -105,6 +107,8 @@ class Life:
             (self._maintain, 4),
             (self._read, 2),
             (self._reopen, 2),
+            (self._rebuild, 1),
+            (self._rotate, 1),
             (lambda: self._store(self._shared, "shared", 2), 3),
             (lambda: self._remove(self._shared, "shared"), 2),
             (lambda: self._purge(self._shared, "shared"), 1),
@@ -179,6 +183,20 @@ class Life:
 
     def _reopen(self) -> None:
         self._disk.close()
+        self._disk = self._open_disk()
+
+    def _rebuild(self) -> None:
+        self._disk.close()
+        self._disk = self._open_disk(Index.MADE_ANEW)
+
+    def _rotate(self) -> None:
+        """The store's key is exchanged; a rotation that a kill cut short is finished by the next,
+        and until then both keys open the store.
+        """
+        self._disk.close()
+        rotate_key(
+            disk_folder(self._home), KeyChange(), clock=self._clock, on_progress=lambda _: None
+        )
         self._disk = self._open_disk()
 
     def _terms(self) -> None:

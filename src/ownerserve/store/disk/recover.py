@@ -14,6 +14,11 @@ Numbers of records and segments are given once: the next ones are above those of
 is read and above the marks that the index keeps of what it ever heard. So what a power loss brings
 back of the index is never taken for what was written since.
 
+What a writer that was killed had asked of the disk, and not synced, is seen here as if it were
+durable. It is made so before anything is built on it: names of segments before records go in them
+or rows are forgotten, adopted records before their older copies go, the index's removals before
+their holes are punched.
+
 `survey` looks the same way at a store that may not be written: what it finds goes into an index
 that lies elsewhere, and nothing is erased, cut or synced.
 """
@@ -23,10 +28,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 
 import msgspec
 
+from ownerserve.kv.durable import sync_directory
 from ownerserve.kv.errors import Corrupt
 from ownerserve.store.disk.aio import ReadQueue
 from ownerserve.store.disk.append import Appender
@@ -48,7 +54,7 @@ from ownerserve.store.index.reader import (
     SegmentSpan,
     SegmentState,
 )
-from ownerserve.store.index.writer import IndexWriter
+from ownerserve.store.index.writer import IndexWriter, discard
 from ownerserve.store.tiers.buffers import BufferSource
 
 log = logging.getLogger("ownerserve.store")
@@ -92,8 +98,7 @@ def open_index(home: Home, report: RecoveryReport) -> IndexWriter:
 
 def discard_index(home: Home) -> None:
     """Remove the index; the next open makes it again from the segments."""
-    for suffix in ("", "-wal", "-shm"):
-        home.index_path.with_name(home.index_path.name + suffix).unlink(missing_ok=True)
+    discard(home.index_path)
 
 
 def recover(home: Home, keys: Keys, *, segments: OpenSegments, landing: BufferSource) -> Recovered:
@@ -101,28 +106,41 @@ def recover(home: Home, keys: Keys, *, segments: OpenSegments, landing: BufferSo
     can't be opened.
     """
     report = RecoveryReport(temporary_files=home.sweep())
-    try:
-        return _recovered(home, keys, report=report, segments=segments, landing=landing)
-    except DamagedIndex as error:
-        log.warning("%s: %s; it is made anew", home.directory, error)
-        discard_index(home)
-        return _recovered(home, keys, report=report, segments=segments, landing=landing)
-
-
-def _recovered(
-    home: Home, keys: Keys, *, report: RecoveryReport, segments: OpenSegments, landing: BufferSource
-) -> Recovered:
     index = open_index(home, report)
     try:
-        recovery = _Recovery(home, index, keys, report=report, landing=landing, hands=_Mending())
-        return recovery.run(segments)
-    except BaseException as error:
         try:
-            if isinstance(error, IndexFailed):
-                index.check()  # where it is sound the medium failed, and it stays
-        finally:
-            index.close()
+            hands = _Mending()
+            recovery = _Recovery(home, index, keys, report=report, landing=landing, hands=hands)
+            return recovery.run(segments)
+        except IndexFailed as error:
+            if not _is_damaged(index):  # the medium failed, and the index stays
+                raise
+            log.warning("%s: %s; it is made anew", home.directory, error)
+            return rebuild(home, index, keys, segments=segments, landing=landing)
+    except BaseException:
+        index.close()
         raise
+
+
+def _is_damaged(index: IndexWriter) -> bool:
+    if not index.is_damaged:
+        with suppress(DamagedIndex):
+            index.check()
+    return index.is_damaged
+
+
+def rebuild(
+    home: Home, index: IndexWriter, keys: Keys, *, segments: OpenSegments, landing: BufferSource
+) -> Recovered:
+    """Make a damaged index anew, in place, from the segments. Raises OSError and IndexFailed; the
+    index is then still known as damaged.
+    """
+    index.make_anew()
+    report, hands = RecoveryReport(index_rebuilt=True), _Mending()
+    recovery = _Recovery(home, index, keys, report=report, landing=landing, hands=hands)
+    parts = recovery.run(segments)
+    index.is_damaged = False
+    return parts
 
 
 def survey(home: Home, keys: Keys, *, landing: BufferSource) -> tuple[IndexWriter, RecoveryReport]:
@@ -159,6 +177,10 @@ class _Mending:
         """Make what is adopted durable, before what it replaces is erased."""
         segment.sync()
 
+    def sync_names(self, home: Home) -> None:
+        """Make the segments' names durable: who made or unlinked one may have died before that."""
+        sync_directory(home.directory / "segments")
+
     def trim(self, segment: Segment, end: int) -> None:
         """Give back what is preallocated beyond `end`."""
         if segment.size() > end:
@@ -175,6 +197,9 @@ class _Looking(_Mending):
 
     def sync(self, segment: Segment) -> None:
         """Leave it: nothing is erased for it."""
+
+    def sync_names(self, home: Home) -> None:
+        """Leave them: no record goes where they say."""
 
     def trim(self, segment: Segment, end: int) -> None:
         """Leave it."""
@@ -213,7 +238,9 @@ class _Recovery:
         if last is not None and last[1].state is SegmentState.OPEN:
             appender.resume(last[0], last[1].end)
         reclaimer = Reclaimer(self._home, index, appender=appender, segments=segments)
-        reclaimer.erase(index.doomed())
+        if doomed := index.doomed():
+            index.settle()  # who doomed them may have died before its sync
+            reclaimer.erase(doomed)
         self._report.segments_dropped += reclaimer.drop_empty()
         return Recovered(index, appender, reclaimer, self._report)
 
@@ -222,6 +249,8 @@ class _Recovery:
         index = self._index
         numbers = self._home.segment_numbers()
         rows = {row.number: row for row in index.segments()}
+        if rows.keys() != set(numbers):
+            self._hands.sync_names(self._home)
         self._forget_lost(set(rows) - set(numbers))
         last: tuple[Segment, SegmentRow] | None = None
         self._ahead = Ahead(

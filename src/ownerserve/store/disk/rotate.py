@@ -38,7 +38,7 @@ from ownerserve.store.disk.keyring import (
 )
 from ownerserve.store.disk.read import OpenSegments, read_all
 from ownerserve.store.disk.reclaim import span
-from ownerserve.store.disk.recover import Recovered, recover
+from ownerserve.store.disk.recover import Recovered, discard_index, recover
 from ownerserve.store.disk.scan import records
 from ownerserve.store.format.header import BLOCK, MAX_PAYLOAD
 from ownerserve.store.format.seal import KEY_BYTES, Keys
@@ -134,6 +134,8 @@ def _recovered(home: Home, keys: Keys) -> Iterator[tuple[Recovered, OpenSegments
     finally:
         segments.clear()
         parts.index.close()
+        if parts.index.is_damaged:
+            discard_index(home)  # the next call makes it again
 
 
 def _begin(home: Home, change: KeyChange) -> KeyRing:

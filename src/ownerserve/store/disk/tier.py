@@ -31,7 +31,7 @@ from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.keyring import open_keys
 from ownerserve.store.disk.read import DiskReader, OpenSegments
 from ownerserve.store.disk.reclaim import span
-from ownerserve.store.disk.recover import Recovered, discard_index, recover
+from ownerserve.store.disk.recover import Recovered, discard_index, rebuild, recover
 from ownerserve.store.disk.scan import records
 from ownerserve.store.disk.superblock import DEFAULT_SEGMENT_BYTES
 from ownerserve.store.format.header import BLOCK, MAX_PAYLOAD
@@ -363,18 +363,18 @@ class DiskTier:
         meta.
         """
         meta.check()
-        reason = RefusalReason.IO_ERROR
         if not 0 < payload_bytes <= MAX_PAYLOAD or payload_bytes % meta.units:
             return self._refuse(RefusalReason.TOO_LARGE, meta.id)
-        with self.core.shielded():
+
+        def step() -> Reservation | AlreadyStored | RefusalReason:
             try:
-                outcome = self._reserve(meta, payload_bytes)
-                if not isinstance(outcome, RefusalReason):
-                    return outcome
-                reason = outcome
+                return self._reserve(meta, payload_bytes)
             except CapacityExceeded:
-                reason = RefusalReason.BUSY
-        return self._refuse(reason, meta.id)
+                return RefusalReason.BUSY
+
+        refused: Reservation | AlreadyStored | RefusalReason = RefusalReason.IO_ERROR
+        outcome = self._mending(step, refused)
+        return self._refuse(outcome, meta.id) if isinstance(outcome, RefusalReason) else outcome
 
     def _refuse(self, reason: RefusalReason, id_: bytes) -> WriteRefused:
         self.core.counters[f"refused_{reason}"] += 1
@@ -462,11 +462,12 @@ class DiskTier:
 
     def remove(self, ids: Sequence[bytes]) -> int:
         """Remove records; returns how many there were."""
-        return self.core.attempt(lambda: self.core.evict(ids), 0)
+        return self._mending(lambda: self.core.evict(ids), 0)
 
     def expire(self, most: int = EVERY_RECORD) -> int:
         """Remove what has not been touched for its kind's TTL, at most so many records."""
         gone = 0
+        self._mend()
         for kind in ArtifactKind:
             ttl_s = self._options.limits.of(kind).ttl_s
             while ttl_s is not None and gone < most:
@@ -507,9 +508,39 @@ class DiskTier:
         """Remove every record of a tenant from the disk, also what the index forgot; returns how
         many.
         """
-        with self.core.exclusive():
-            return purge_tenant(self.core, tenant)
-        return 0  # type: ignore[unreachable]  # mypy: a context manager may swallow
+        with self.core.appending:
+            return self._mending(lambda: purge_tenant(self.core, tenant), 0)
+
+    def _mending(self, step: Callable[[], T], otherwise: T) -> T:
+        """Take the step and return its result, once more where it found the index damaged;
+        `otherwise` when the medium failed.
+        """
+        self._mend()
+        result = self.core.attempt(step, otherwise)
+        return self.core.attempt(step, otherwise) if self._mend() else result
+
+    def _mend(self) -> bool:
+        """Make the index again from the segments where a query of any thread found it damaged;
+        tells whether it was. Reads go on meanwhile, and miss what has not come in yet.
+        """
+        core = self.core
+        if not core.index.is_damaged:
+            return False
+        with core.exclusive():
+            if core.index.is_damaged:  # nobody else was first
+                log.warning("%s: the index is made again from the segments", core.health.name)
+                core.appender.close()
+                parts = rebuild(
+                    core.home,
+                    core.index,
+                    core.keys,
+                    segments=self._reader.segments,
+                    landing=self._landing,
+                )
+                core.appender, core.reclaimer = parts.appender, parts.reclaimer
+                self.recovery = parts.report
+                core.health.worked()
+        return not core.index.is_damaged
 
     def usage(self) -> Mapping[tuple[bytes, ArtifactKind], TierUsage]:
         """Return the bytes and records that stand, by tenant and kind."""
@@ -517,10 +548,15 @@ class DiskTier:
             return {key: used for key, used in self.core.index.standing.items() if used.records}
 
     def close(self) -> None:
-        """Flush, and give up the writer's lock. Closing twice is harmless."""
+        """Flush, and give up the writer's lock; who opens the store next makes an index anew that
+        was found damaged. Closing twice is harmless.
+        """
         with self.core.exclusive():
             self.core.flush()
             self.core.appender.close()
         self._reader.close()
         self.core.index.close()
+        if self.core.index.is_damaged:
+            discard_index(self.core.home)
+            self.core.index.is_damaged = False
         self.core.home.unlock()

@@ -8,13 +8,13 @@ anything but recency, reuse counts and prices, which a cache may lose.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
-from threading import Lock, local
-from typing import Any
+from threading import Lock, RLock, local
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +27,16 @@ HIGHEST_SEQUENCE, HIGHEST_SEGMENT = "highest_sequence", "highest_segment"
 """Keys of `about`: the high-water marks, which only grow. An index of an older release has none."""
 BATCH = 256
 _WALK = 1024
+_MALFORMED = frozenset(
+    {
+        sqlite3.SQLITE_ERROR,  # a table or a column is missing
+        sqlite3.SQLITE_CORRUPT,
+        sqlite3.SQLITE_MISMATCH,
+        sqlite3.SQLITE_NOTADB,
+    }
+)
+_INTEGERS = {int}
+T = TypeVar("T")
 
 SCHEMA = """
 CREATE TABLE about (key TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
@@ -92,7 +102,9 @@ class IndexFailed(OwnerServeError):
 
 
 class DamagedIndex(IndexFailed):
-    """The store must make the index anew: what it holds is not what was written."""
+    """The store must make the index anew: what lies in its file is no index, or its rows make no
+    sense.
+    """
 
 
 class IndexEntry(msgspec.Struct, frozen=True, gc=False):
@@ -195,26 +207,29 @@ class Change(msgspec.Struct):
 
 class IndexReader:
     """An index reader answers queries, to any number of processes and threads; each sees the last
-    committed state. Raises IndexFailed.
+    committed state. Raises IndexFailed; once that was DamagedIndex, `is_damaged` says so.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_damaged = False
         self._local = local()
         self._open: list[sqlite3.Connection] = []
         self._hot: dict[bytes, IndexEntry] = {}
         self._generation = 0
         self._lock = Lock()
+        self._connecting = RLock()  # held while the file is exchanged: nobody opens the old one
 
     def _connect(self) -> sqlite3.Connection:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = sqlite3.connect(
-                self.path, isolation_level=None, check_same_thread=False, timeout=10
-            )
-            self._open.append(connection)  # first: a damaged file fails at the next statement
-            self._prepare(connection)
-            self._local.connection = connection
+            with self._connecting:
+                connection = sqlite3.connect(
+                    self.path, isolation_level=None, check_same_thread=False, timeout=10
+                )
+                self._open.append(connection)  # first: a damaged file fails at the next statement
+                self._prepare(connection)
+                self._local.connection = connection
         return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
@@ -222,9 +237,27 @@ class IndexReader:
         connection.execute("PRAGMA cache_size = -16384")
         connection.execute("PRAGMA mmap_size = 268435456")
 
-    def _rows(self, sql: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        with mapped():
-            return self._connect().execute(sql, values).fetchall()
+    @contextmanager
+    def _mapped(self) -> Iterator[None]:
+        try:
+            with mapped():
+                yield
+        except DamagedIndex:
+            self.is_damaged = True
+            raise
+
+    def _rows(
+        self, make: Callable[[tuple[Any, ...]], T], sql: str, values: Sequence[object] = ()
+    ) -> list[T]:
+        """Return what `make` makes of each row; a ValueError of it says that a row makes no
+        sense.
+        """
+        with self._mapped():
+            rows = self._connect().execute(sql, values).fetchall()
+            try:
+                return [make(row) for row in rows]
+            except ValueError as error:
+                raise DamagedIndex(f"index: {error}") from error
 
     def get(self, id_: bytes) -> IndexEntry | None:
         """Return the entry of `id_`, if there is one."""
@@ -259,9 +292,7 @@ class IndexReader:
         return found
 
     def _select(self, where: str, values: Sequence[object] = ()) -> list[IndexEntry]:
-        return [
-            _entry(row) for row in self._rows(f"SELECT {_COLUMNS} FROM records {where}", values)
-        ]
+        return self._rows(_entry, f"SELECT {_COLUMNS} FROM records {where}", values)
 
     def _remember(self, entries: Iterable[IndexEntry], generation: int) -> None:
         with self._lock:
@@ -312,7 +343,8 @@ class IndexReader:
 
     def at_boundary(self, prefix_hash: bytes) -> list[tuple[IndexEntry, int]]:
         """List the records that have `prefix_hash` at a unit's end: (entry, units up to there)."""
-        rows = self._rows("SELECT sequence, unit FROM boundary WHERE hash = ?", (prefix_hash,))
+        sql = "SELECT sequence, unit FROM boundary WHERE hash = ?"
+        rows = self._rows(_integers, sql, (prefix_hash,))
         found = []
         for sequence, unit in rows:
             found += [(e, unit) for e in self._select("WHERE sequence = ?", (sequence,))]
@@ -320,22 +352,23 @@ class IndexReader:
 
     def usage(self) -> dict[tuple[bytes, ArtifactKind], TierUsage]:
         """Return bytes and records by (tenant, kind)."""
-        rows = self._rows("SELECT tenant, kind, bytes, records FROM usage WHERE records > 0")
-        return {(t, ArtifactKind(k)): TierUsage(b, n) for t, k, b, n in rows}
+        sql = "SELECT tenant, kind, bytes, records FROM usage WHERE records > 0"
+        return dict(self._rows(_usage, sql))
 
     def segments(self) -> list[SegmentRow]:
         """List the rows of all segments, by number."""
-        rows = self._rows("SELECT number, end, size, live, state FROM segments ORDER BY number")
-        return [SegmentRow(n, e, s, v, SegmentState(t)) for n, e, s, v, t in rows]
+        sql = "SELECT number, end, size, live, state FROM segments ORDER BY number"
+        return self._rows(_segment, sql)
 
     def doomed(self) -> list[SegmentSpan]:
         """List the dead spans that are still to be erased."""
-        return [SegmentSpan(*row) for row in self._rows("SELECT * FROM doomed")]
+        sql = "SELECT segment, offset, length FROM doomed"
+        return self._rows(lambda row: SegmentSpan(*_integers(row)), sql)
 
     def quarantined(self) -> list[Quarantined]:
         """List the records that failed verification, oldest first."""
-        rows = self._rows("SELECT * FROM quarantine ORDER BY at_ms")
-        return [Quarantined(i, w, SegmentSpan(s, o, n), r, t) for i, w, s, o, n, r, t in rows]
+        columns = "id, tenant, reason, segment, offset, length, at_ms"
+        return self._rows(_quarantined, f"SELECT {columns} FROM quarantine ORDER BY at_ms")
 
     def highest_sequence(self) -> int:
         """Return the highest sequence number that the index ever heard of, removed records'
@@ -344,7 +377,8 @@ class IndexReader:
         return self._highest(HIGHEST_SEQUENCE, "SELECT max(sequence) FROM records")
 
     def _highest(self, mark: str, standing: str) -> int:
-        rows = self._rows("SELECT value FROM about WHERE key = ?", (mark,)) + self._rows(standing)
+        rows = self._rows(_integers, "SELECT value FROM about WHERE key = ?", (mark,))
+        rows += self._rows(lambda row: row, standing)  # NULL where none stands
         return max((int(value) for (value,) in rows if value is not None), default=0)
 
     def close(self) -> None:
@@ -358,17 +392,55 @@ class IndexReader:
 decode_meta = msgspec.msgpack.Decoder(Meta).decode
 
 
+def _integers(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not set(map(type, row)) <= _INTEGERS:
+        raise ValueError("a row has something else in place of a number")
+    return row
+
+
 def _entry(row: tuple[Any, ...]) -> IndexEntry:
+    _integers(row[1:-1])
+    if type(row[0]) is not bytes or type(row[-1]) is not float:
+        raise ValueError("a row has something else in place of a record's meta or cost")
     return IndexEntry(decode_meta(row[0]), *row[1:])
+
+
+def _usage(row: tuple[Any, ...]) -> tuple[tuple[bytes, ArtifactKind], TierUsage]:
+    tenant, *numbers = row
+    kind, stored_bytes, records = _integers(tuple(numbers))
+    return (tenant, ArtifactKind(kind)), TierUsage(stored_bytes, records)
+
+
+def _segment(row: tuple[Any, ...]) -> SegmentRow:
+    number, end, size_bytes, live_bytes, state = _integers(row)
+    return SegmentRow(number, end, size_bytes, live_bytes, SegmentState(state))
+
+
+def _quarantined(row: tuple[Any, ...]) -> Quarantined:
+    id_, tenant, reason, *numbers = row
+    *place, at_ms = _integers(tuple(numbers))
+    return Quarantined(id_, tenant, SegmentSpan(*place), reason, at_ms)
 
 
 @contextmanager
 def mapped() -> Iterator[None]:
-    """Raise SQLite's errors, and those of rows that make no sense, as IndexFailed."""
+    """Raise SQLite's errors as IndexFailed, and those of a file that is no index and of rows that
+    make no sense as DamagedIndex.
+    """
     try:
         yield
-    except (sqlite3.Error, *UNREADABLE) as error:
-        raise IndexFailed(f"index: {error}") from error
+    except sqlite3.Error as error:
+        kind = DamagedIndex if _is_damage(error) else IndexFailed
+        raise kind(f"index: {error}") from error
+    except UNREADABLE as error:
+        raise DamagedIndex(f"index: {error}") from error
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is None:  # Python's own: a closed connection, or text that is none
+        return isinstance(error, sqlite3.OperationalError)
+    return (code & 0xFF) in _MALFORMED
 
 
 def boundary_rows(entry: IndexEntry) -> Iterator[tuple[bytes, int, int]]:

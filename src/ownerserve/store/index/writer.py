@@ -26,7 +26,6 @@ from ownerserve.store.index.reader import (
     Quarantined,
     SegmentState,
     boundary_rows,
-    mapped,
     mark_of,
     without_epoch,
 )
@@ -43,14 +42,28 @@ class IndexWriter(IndexReader):
         self.is_new = False
         self.on_removed: OnRemoved = nobody_listens
         self.standing: dict[tuple[bytes, ArtifactKind], TierUsage] = {}
+        self._store_id = store_id
         try:
-            self._open_or_create(store_id)
+            self._open_or_create()
         except IndexFailed:
             self.close()
             raise
 
-    def _open_or_create(self, store_id: bytes) -> None:
-        with mapped():
+    def make_anew(self) -> None:
+        """Begin with an empty index in place of the one that lies there. Queries of other threads
+        fail for a moment, then find what has come in. Raises IndexFailed, and OSError.
+        """
+        with self._connecting:
+            self.close()
+            discard(self.path)
+            with self._lock:
+                self._generation += 1
+                self._hot.clear()
+            self._open_or_create()
+
+    def _open_or_create(self) -> None:
+        store_id = self._store_id
+        with self._mapped():
             connection = self._connect()
             connection.execute("PRAGMA journal_mode = WAL")
             (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -68,7 +81,8 @@ class IndexWriter(IndexReader):
             found = connection.execute("SELECT value FROM about WHERE key = 'store_id'").fetchone()
             if found is None or found[0] != store_id:
                 raise IndexFailed("the index belongs to another store")
-        self.standing = self.usage()
+        self.standing.clear()  # others read this very mapping
+        self.standing.update(self.usage())
 
     def _migrate(self, version: int) -> None:
         """Run every schema step from `version` on, in one transaction."""
@@ -99,7 +113,7 @@ class IndexWriter(IndexReader):
 
     def apply(self, change: Change) -> None:
         """Apply all of `change` in one transaction; raises IndexFailed and applies none of it."""
-        with mapped(), self._transaction(_sync_level(change)) as cursor:
+        with self._mapped(), self._transaction(_sync_level(change)) as cursor:
             _remove(cursor, change.remove)
             for row in change.segments:
                 cursor.execute(
@@ -146,11 +160,20 @@ class IndexWriter(IndexReader):
     def check(self) -> None:
         """Read every page. Raises DamagedIndex for an index that is damaged within."""
         try:
-            found = self._rows("PRAGMA quick_check(1)")
+            (said,) = self._rows(lambda row: str(row[0]), "PRAGMA quick_check(1)")
         except IndexFailed as error:
-            raise DamagedIndex(str(error)) from error
-        if found != [("ok",)]:
-            raise DamagedIndex(f"index: {found[0][0]}")
+            said = str(error)
+        if said != "ok":
+            self.is_damaged = True
+            raise DamagedIndex(f"index: {said}")
+
+    def settle(self) -> None:
+        """Make durable all that was applied, by earlier writers too. Raises IndexFailed."""
+        with self._mapped(), self._transaction("FULL") as cursor:
+            cursor.execute(
+                "INSERT INTO about VALUES ('settled', 1)"
+                " ON CONFLICT (key) DO UPDATE SET value = value + 1"
+            )
 
     def sequences_among(self, numbers: Sequence[int]) -> set[int]:
         """Return those of `numbers` that a record bears."""
@@ -158,8 +181,8 @@ class IndexWriter(IndexReader):
         for at in range(0, len(numbers), BATCH):
             part = numbers[at : at + BATCH]
             places = ",".join("?" * len(part))
-            rows = self._rows(f"SELECT sequence FROM records WHERE sequence IN ({places})", part)
-            found.update(sequence for (sequence,) in rows)
+            sql = f"SELECT sequence FROM records WHERE sequence IN ({places})"
+            found.update(self._rows(lambda row: row[0], sql, part))
         return found
 
     def highest_segment(self) -> int:
@@ -168,11 +191,17 @@ class IndexWriter(IndexReader):
 
     def release(self, quarantined: Sequence[Quarantined]) -> None:
         """Make quarantined records doomed spans, in one transaction. Raises IndexFailed."""
-        with mapped(), self._transaction("FULL") as cursor:
+        with self._mapped(), self._transaction("FULL") as cursor:
             spans = [(q.span.segment, q.span.offset, q.span.length) for q in quarantined]
             where = [span[:2] for span in spans]
             cursor.executemany("DELETE FROM quarantine WHERE segment = ? AND offset = ?", where)
             cursor.executemany("INSERT INTO doomed VALUES (?,?,?)", spans)
+
+
+def discard(path: Path) -> None:
+    """Remove the index at `path`; nobody of this process may have it open."""
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
 def _sync_level(change: Change) -> str:

@@ -135,9 +135,9 @@ class DirectoryBlobs:
     def delete(self, key: str) -> None:
         """Delete a blob; one that is not there is no error."""
         path = self._path(key)
+        path.unlink(missing_ok=True)
         with suppress(FileNotFoundError):
-            path.unlink()
-            sync_directory(path.parent)
+            sync_directory(path.parent)  # also where it was gone: who unlinked it may have died
 
     def move(self, key: str, to: str) -> None:
         """Give a blob another name."""
