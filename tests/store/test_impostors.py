@@ -6,6 +6,8 @@ differs from the right one in one thing alone.
 
 from __future__ import annotations
 
+import shutil
+
 import msgspec
 import pytest
 
@@ -15,6 +17,8 @@ from ownerserve.store.format.seal import Keys, SealKind, Xxh3Seal
 from ownerserve.store.format.segment import segment_path
 from ownerserve.store.format.verify import draft, record_room
 from ownerserve.store.tiers.backend import put
+from ownerserve.store.tiers.blobs import DirectoryBlobs
+from ownerserve.store.tiers.remote import RemoteTier, record_key
 from tests.support.store.samples import digest
 
 OTHERWISE = {
@@ -69,6 +73,33 @@ def test_a_record_of_another_length_is_a_miss(open_disk, samples, tmp_path):
     planted, _ = record_of(forge, meta.id)
     plant(tier, meta.id, placed(tier, meta.id, planted))
     assert samples.read(tier, "x") == "corrupt"
+
+
+def test_a_longer_record_is_not_taken_for_its_own_beginning(open_disk, samples, tmp_path):
+    """Its first chunk is whole, and all that a read of the shorter one verifies."""
+    tier, forge = open_disk(), open_disk(tmp_path / "forge")
+    meta = samples.meta("x")
+    put(tier, meta, samples.payload("x", CHUNK))
+    put(forge, meta, samples.payload("y", 2 * CHUNK))
+    planted, _ = record_of(forge, meta.id)
+    record, entry = record_of(tier, meta.id)
+    path = segment_path(tier.core.home.directory, entry.segment)
+    with path.open("r+b") as file:
+        file.seek(entry.offset)
+        file.write(placed(tier, meta.id, planted)[: len(record)])
+    assert samples.read(tier, "x") == "corrupt"
+
+
+def test_another_artifacts_blob_under_this_name_is_a_miss(clock, samples, tmp_path):
+    medium = DirectoryBlobs(tmp_path / "shared")
+    tier = RemoteTier("remote", medium, clock=clock, keys=Keys(b"k" * 32))
+    for name in "xy":
+        put(tier, samples.meta(name), samples.payload(name))
+    x, y = (tmp_path / "shared" / record_key(samples.meta(name).id) for name in "xy")
+    shutil.copy(y, x)
+    assert tier.find([samples.meta("x").id]) == {}
+    assert samples.read(tier, "x") == "corrupt"
+    assert samples.read(tier, "y") == [samples.payload("y")]
 
 
 @pytest.mark.parametrize("tenant", [b"", b"t" * 32])

@@ -6,23 +6,29 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ownerserve.kv.errors import InvalidInput, OwnerServeError
 from ownerserve.store.disk import reclaim
 from ownerserve.store.format import segment as segment_module
-from ownerserve.store.format.model import AlreadyStored, WriteDone
+from ownerserve.store.format.model import AlreadyStored, ReadHit, Want, WriteDone
+from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.segment import segment_path
 from ownerserve.store.tiers import blobs
 from ownerserve.store.tiers.backend import put
+from ownerserve.store.tiers.blobs import DirectoryBlobs
 from ownerserve.store.tiers.buffers import BufferPool
+from ownerserve.store.tiers.remote import RemoteTier
+from tests.support.power import faults
 from tests.support.power.after import Killed, cuts, recorded
 from tests.support.power.artifacts import TENANTS, meta, open_shared, payload
 from tests.support.power.campaign import at_cuts
 from tests.support.power.check import lay_out
 from tests.support.power.cuts import FILE_SYSTEMS
+from tests.support.power.known_syncs import DIRECTED
 
 pytestmark = [
     pytest.mark.crash,
@@ -48,8 +54,14 @@ class States:
     def __init__(self, killed: Killed, script: str, tmp_path: Path) -> None:
         home = tmp_path / "killed"
         script = script.replace("{home!r}", repr(str(home)))
+        home.mkdir(exist_ok=True)
         self._recording, self._before = recorded(home, script, tmp_path / "log", killed=killed)
         self._scratch = tmp_path
+
+    def drop(self, site: str) -> None:
+        """From here on the disk passes over the syncs of `site`."""
+        assert site in faults.sites([self._recording])
+        self._recording = faults.dropped(self._recording, site)
 
     def anywhere(self) -> Iterator[Path]:
         """Of a cut at any point."""
@@ -80,6 +92,28 @@ def killed_at(module: object, name: str, tmp_path: Path, patch: pytest.MonkeyPat
 
     patch.setattr(module, name, call)
     return home
+
+
+def holds_but_without(
+    name: str,
+    states: States,
+    where: Callable[[States], Iterator[Path]],
+    check: Callable[[Path], None],
+) -> None:
+    """`check` passes in every state; on a disk that passes over the sync of `name`, not in all."""
+    for place in where(states):
+        check(place)
+    (site,) = (site for site in DIRECTED if name in site)
+    states.drop(site)
+
+    def is_broken(place: Path) -> bool:
+        try:
+            check(place)
+        except (AssertionError, OwnerServeError, pytest.fail.Exception):
+            return True
+        return False
+
+    assert any(is_broken(place) for place in where(states)), f"nothing is broken without {site}"
 
 
 def test_what_the_killed_writer_had_removed_is_not_said_to_be_stored(
@@ -113,10 +147,13 @@ def test_records_in_a_segment_whose_maker_was_killed_stand(
     script = OPEN_DISK + "put(tier, Samples.meta('y'), Samples.payload('y'))"
     (segment,) = (home / "store" / "segments").iterdir()
     states = States(Killed(made=[str(segment.relative_to(home))]), script, tmp_path)
-    for place in states.at_the_end():
+
+    def check(place: Path) -> None:
         again = open_disk(place / "store")
         assert samples.read(again, "y") == [samples.payload("y")]
         again.close()
+
+    holds_but_without("recover.sync_names", states, States.at_the_end, check)
 
 
 def test_an_old_copy_whose_segment_the_killed_writer_unlinked_does_not_come_back(
@@ -158,3 +195,44 @@ def test_a_shared_record_that_the_killed_node_unlinked_is_purged(clock, tmp_path
     script = OPEN + "tier = open_shared(home, clock); tier.purge(TENANTS[0]); tier.close()"
     for place in States(Killed(gone=gone), script, tmp_path).at_the_end():
         assert open_shared(place, clock).find([meta(number).id]) == {}
+
+
+def test_a_new_store_opens_wherever_its_making_was_cut(open_disk, tmp_path):
+    states = States(Killed(), OPEN_DISK + "tier.close()", tmp_path)
+
+    def check(place: Path) -> None:
+        open_disk(place / "store").close()
+
+    holds_but_without("home._superblock", states, States.anywhere, check)
+
+
+def test_a_damaged_store_file_is_made_again_wherever_that_was_cut(open_disk, samples, tmp_path):
+    """Whatever is durable of the new one, the segments say the same: no sync of it is needed."""
+    tier = open_disk(tmp_path / "killed" / "store")
+    put(tier, samples.meta("x"), samples.payload("x"))
+    tier.close()
+    (tmp_path / "killed" / "store" / "STORE").write_bytes(b"damaged")
+    states = States(Killed(), OPEN_DISK + "tier.close()", tmp_path)
+    for drop in (False, True):
+        if drop:
+            states.drop("home._write_once < home._superblock < home.create_or_open")
+        for place in states.anywhere():
+            again = open_disk(place / "store")
+            assert samples.read(again, "x") == [samples.payload("x")]
+            again.close()
+
+
+def test_a_medium_keeps_to_its_key(clock, tmp_path):
+    """Who comes with another key is refused before it writes, also when the power was out."""
+    script = OPEN + "from tests.support.power.artifacts import meta, payload\n"
+    script += "put(open_shared(home, clock), meta(6), payload(6))"
+    states = States(Killed(), script, tmp_path)
+
+    def check(place: Path) -> None:
+        medium = DirectoryBlobs(place / "shared" / "new" / "medium")
+        other = RemoteTier("shared", medium, clock=clock, keys=Keys(b"another key".ljust(32)))
+        with pytest.raises(InvalidInput):
+            other.agree()
+        assert isinstance(open_shared(place, clock).read([Want(meta(6).id)]), ReadHit)
+
+    holds_but_without("agreement.agree", states, States.at_the_end, check)

@@ -187,6 +187,40 @@ def test_removed_while_its_copy_waits_stays_gone(rig, samples, clock):
     assert r.store.find(ids) == {}
 
 
+def test_removed_while_it_is_read_stays_gone(rig, samples, monkeypatch):
+    """The read's bytes are from before; its copy to the top comes after."""
+    r = rig(OnEviction())
+    meta = samples.meta(1)
+    put(r.disk, meta, size(1))
+    samples.read(r.store, 1)  # once is no habit
+    real = r.disk.read
+
+    def read(*arguments: object) -> object:
+        outcome = real(*arguments)
+        r.store.remove([meta.id])
+        return outcome
+
+    monkeypatch.setattr(r.disk, "read", read)
+    assert samples.read(r.store, 1) == [size(1)]
+    assert r.store.settle() == 0
+    assert r.store.find([meta.id]) == {}
+
+
+def test_a_copy_on_top_is_not_seen_before_the_record_is_durable(rig, samples, monkeypatch):
+    r = rig(WriteThrough(1))
+    seen: list[object] = []
+    real = os.fdatasync
+
+    def sync(descriptor: int) -> None:
+        seen.append(samples.read(r.store, 1))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", sync)
+    assert isinstance(put(r.store, samples.meta(1), size(1)), WriteDone)
+    assert seen == ["absent"]
+    assert samples.read(r.memory, 1) == [size(1)]
+
+
 def test_purged_while_its_copy_waits_stays_gone(rig, samples, clock):
     r, tenant = rig(WriteBack()), b"a" * 32
     for number in range(4):  # the first has left the top and waits, the others are owed

@@ -12,7 +12,12 @@ from tests.support.power import trace
 from tests.support.power.recording import Recording, assert_same
 from tests.support.power.trace import Event, Make, Sync, Unlink, Write
 
-KILLED = "before the kill"
+KILLED = "before the lives"
+_NAMED = """
+from pathlib import Path
+from tests.support.power.life import Teller
+Teller(Path({notes!r})).name_syncs()
+"""
 
 
 class Killed(NamedTuple):
@@ -51,8 +56,10 @@ def recorded(home: Path, script: str, log: Path, *, killed: Killed) -> tuple[Rec
     events += [Sync(str(folder), len(events), KILLED) for folder in folders]
     events += pending
     before = len(events)
+    notes = log.with_suffix(".notes")
+    script = _NAMED.format(notes=str(notes)) + script
     assert trace.run(["-c", script], log) == 0
-    trace.read(log, home, log.with_suffix(".notes"), events)
+    trace.read(log, home, notes, events)
     assert_same(home, events)
     return Recording(str(home), tuple(events), 1), before
 

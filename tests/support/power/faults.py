@@ -22,9 +22,14 @@ def without(recording: Recording, site: str) -> Iterator[Case]:
     """States of a disk that passes over the syncs of `site`, cut soon after one. Something else
     stands in their places, since events are known by their numbers.
     """
+    yield from _near(dropped(recording, site), _places(recording, site))
+
+
+def dropped(recording: Recording, site: str) -> Recording:
+    """The same life on a disk that passes over the syncs of `site`."""
     places = _places(recording, site)
     events = tuple(Note("dropped -") if at in places else e for at, e in _numbered(recording))
-    yield from _near(recording._replace(events=events), places)
+    return recording._replace(events=events)
 
 
 def late(recording: Recording, site: str) -> Iterator[Case]:
