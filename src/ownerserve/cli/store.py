@@ -6,12 +6,22 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
 import click
 import msgspec
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 from ownerserve.cli.options import Finite
@@ -20,11 +30,13 @@ from ownerserve.kv.durable import sync_directory
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.prefix import tenant_salt
 from ownerserve.kv.units import KIB, MIB, format_bytes, parse_bytes
+from ownerserve.node.storage.adopting import take_over
+from ownerserve.store.disk.adopt import Adoption
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.maintain import QUARANTINE_KEPT_S, collect, verify_all
 from ownerserve.store.disk.rotate import KeyChange, Rotated, replace_lost_key, rotate_key
 from ownerserve.store.disk.snapshot import view_of
-from ownerserve.store.disk.tier import DiskOptions, DiskTier, Index
+from ownerserve.store.disk.tier import DiskOptions, DiskTier, Index, StoreUnavailable
 from ownerserve.store.format.seal import KEY_BYTES, Keys
 from ownerserve.store.index.reader import IndexEntry, IndexFailed
 from ownerserve.store.service.measure import DiskBench, Measured, measure_index
@@ -47,13 +59,14 @@ def command() -> None:
     """The artifact store on disk (docs/store.md; its format: docs/format.md).
 
     `ls` and `verify` change nothing: they read beside a running worker, a dead worker's store, and
-    one on a read-only mount. `gc`, `purge` and `rotate-key` write: stop the worker first.
+    one on a read-only mount. `gc`, `purge`, `rotate-key` and `adopt` write: stop the worker first.
 
     \b
     ownerserve store ls /var/lib/ownerserve
     ownerserve store verify /var/lib/ownerserve
     ownerserve store gc /var/lib/ownerserve --capacity 500GiB
     ownerserve store purge /var/lib/ownerserve --tenant acme --secret-file salt.key
+    ownerserve store adopt /var/lib/ownerserve-dead /var/lib/ownerserve
     """
 
 
@@ -373,6 +386,76 @@ def rotate_key_(
         table.add_row(name.replace("_", " "), escape(str(value)))
     console.print(table)
     write_json(json_target, "store.rotate-key", msgspec.to_builtins(done))
+
+
+@command.command("adopt", short_help="Take a dead worker's store over into another one.")
+@click.argument("source", metavar="FROM", type=DIRECTORY)
+@click.argument("into", metavar="INTO", type=DIRECTORY)
+@click.option(
+    "--capacity", metavar="SIZE", default="80GiB", show_default=True, help="Most bytes in INTO."
+)
+@click.option("--key-file", type=FILE, metavar="FILE", help="FROM's master key. Default: FROM/KEY.")
+@click.option(
+    "--into-key-file", type=FILE, metavar="FILE", help="INTO's master key. Default: INTO/KEY."
+)
+@json_option
+def adopt_(
+    source: Path,
+    into: Path,
+    capacity: str,
+    key_file: Path | None,
+    into_key_file: Path | None,
+    json_target: str | None,
+) -> None:
+    """Copy what a worker left, that does not come back, into another worker's store.
+
+    A worker that is started again on FROM has all of it already: adopt only to make one store of
+    two. Every record is verified; the newest go first, and push out what was touched before them
+    where INTO is full. FROM loses nothing, and is marked: remove it afterwards. Cut short, run the
+    same command again. The sessions that FROM knew are told by INTO's next worker to its gateways.
+
+    Both are closed: stop INTO's worker, or have it do the same when it starts, by
+    `ownerserve worker --store INTO --adopt FROM`.
+
+    \b
+    ownerserve store adopt /kv/worker-3 /kv/worker-1
+    ownerserve store adopt /kv/worker-3 /kv/worker-1 --capacity 500GiB --key-file worker-3.key
+    """
+    limits = split(parse_bytes(capacity, field="--capacity"))
+    limits = TierLimits(
+        KindLimits(limits.range.capacity_bytes), KindLimits(limits.point.capacity_bytes)
+    )
+    options = DiskOptions(limits=limits, key_file=into_key_file)
+    console = console_for(json_target)
+    with progress_of(console, f"adopting {source}") as advance:
+        try:
+            done = take_over(source, into, options, key_file=key_file, on_progress=advance)
+        except (OSError, IndexFailed, StoreUnavailable) as error:
+            raise InvalidInput("store", str(error), "run the same command again") from error
+    if done.was_done:
+        console.print(f"{escape(str(into))} has adopted it before: nothing to do", highlight=False)
+    else:
+        table = Table("step", "result", title=escape(f"{source} into {into}"))
+        for name, value in msgspec.to_builtins(done.records).items():
+            table.add_row(name.replace("_", " "), str(value))
+        table.add_row("sessions added", str(done.sessions_added))
+        console.print(table)
+        if not done.records.is_marked:
+            console.print("FROM is read-only, so it bears no mark: adopt it into no other store")
+    write_json(json_target, "store.adopt", msgspec.to_builtins(done))
+
+
+@contextmanager
+def progress_of(console: Console, what: str) -> Iterator[Callable[[Adoption], None]]:
+    """Show how many of a store's records are dealt with, while the block runs."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task(escape(what), total=None)
+
+        def advance(done: Adoption) -> None:
+            progress.update(task, total=done.records, completed=done.seen)
+
+        yield advance
 
 
 @command.command("bench", short_help="How fast a store is on this medium.")

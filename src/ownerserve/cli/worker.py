@@ -83,6 +83,14 @@ if TYPE_CHECKING:
     " One worker a directory.",
 )
 @click.option(
+    "--adopt",
+    type=click.Path(file_okay=False, path_type=Path),
+    multiple=True,
+    metavar="DIR",
+    help="The store of a worker that does not come back: taken over into --store before serving"
+    " (`ownerserve store adopt --help`), once. May be given again. One that can't be is a warning.",
+)
+@click.option(
     "--host-cache",
     default="0",
     show_default=True,
@@ -237,6 +245,7 @@ def command(json_target: str | None, **flags: object) -> None:
     ownerserve worker --port 0 --ready-file /tmp/url    on a free port, for scripts
     ownerserve worker --model ./checkpoint --device cuda --kv-memory 40GiB
     ownerserve worker --store ./kv --host-cache 1GiB    idle sessions survive pressure and restarts
+    ownerserve worker --store ./kv --adopt ./dead-kv    and what a dead worker left behind
 
     \b
     curl localhost:8100/v1/chat/completions -H 'content-type: application/json' \\
@@ -326,6 +335,8 @@ def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
         raise InvalidInput("worker-id", "is empty", "name the worker, or leave the option out")
     if flags["directory"] is not None:
         opener_of(str(flags["directory"]), key)
+    if flags["adopt"] and flags["store"] is None:
+        raise InvalidInput("--adopt", "there is no store to adopt into", "name one by --store")
     if _size(flags, "store_capacity") < 1:
         raise InvalidInput("--store-capacity", "is 0", "leave --store out for no store")
     names = ("kv_memory", "host_cache", "store_capacity", "store_writes")
@@ -348,6 +359,7 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
     from ownerserve.node.vocabulary.settings import NodeSettings
 
     store, spill_after = flags["store"], flags["spill_after"]
+    adopt = flags["adopt"]
     remote_key = flags["remote_key_file"]
     low, high = (float(str(flags[name])) / 100 for name in ("evict_below", "evict_to"))
     if low > high:
@@ -363,6 +375,7 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
         seed=int(str(flags["seed"])),
         hca_tail=TailForm.ONLINE if flags["hca_tail"] == "online" else TailForm.RAW_ROWS,
         store=store if isinstance(store, Path) else None,
+        adopt=adopt if isinstance(adopt, tuple) else (),
         host_cache_bytes=sizes["host_cache"],
         remote=None if flags["remote"] is None else str(flags["remote"]),
         remote_key_file=remote_key if isinstance(remote_key, Path) else None,

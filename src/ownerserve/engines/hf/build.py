@@ -38,6 +38,7 @@ from ownerserve.node.ownership.ownership import Ownership, Owning, Unowned
 from ownerserve.node.retention.policy import policy_of
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.state import NodeState
+from ownerserve.node.storage.adopting import take_over_at_start
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.storage.limits import StoreLimits
@@ -60,7 +61,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
     writes to them as `write` says (node.storage.media); without, it keeps state on the device only.
-    `remote_key_file` has the key of all who share the medium (None: it bears none).
+    `remote_key_file` has the key of all who share the medium (None: it bears none). The stores of
+    dead workers in `adopt` are taken over into `store` first.
     """
 
     model: str
@@ -73,6 +75,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     hca_tail: TailForm = TailForm.RAW_ROWS
     store: Path | None = None
+    adopt: tuple[Path, ...] = ()
     host_cache_bytes: int = 0
     remote: str | None = None
     remote_key_file: Path | None = None
@@ -162,6 +165,8 @@ def build_node(
     """Build a node over the store that was asked for; None when none was, or it can't be opened."""
     on_cuda = options.device.startswith("cuda")
     cuda = torch.cuda.cudart() if on_cuda else None  # type: ignore[no-untyped-call]
+    if options.store is not None:
+        take_over_at_start(options.adopt, options.store, options.store_limits.on_disk())
     backing = open_backing(
         options.store,
         options.host_cache_bytes,

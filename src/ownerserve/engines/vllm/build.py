@@ -51,6 +51,7 @@ from ownerserve.node.ownership.ownership import Ownership
 from ownerserve.node.retention.saves import Capture, SaveLimits, Saves
 from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
+from ownerserve.node.storage.adopting import take_over_at_start
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import LeadForm, RecordNames, descriptors
@@ -453,12 +454,11 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
     directory = parts.ranks.shard(parts.store, stage, compat.tensor_rank())
     cache_bytes, cuda = parts.settings.host_cache_bytes, host_runtime(device)
     buffer_bytes = parts.settings.buffer_bytes
+    limits = parts.settings.store_limits(point_cost(parts).store_share)
+    dead = [parts.ranks.shard(Path(d), stage, compat.tensor_rank()) for d in parts.settings.adopt]
+    take_over_at_start(dead, directory, limits.on_disk())
     backing = open_backing(
-        directory,
-        cache_bytes,
-        cuda=cuda,
-        buffer_bytes=buffer_bytes,
-        limits=parts.settings.store_limits(point_cost(parts).store_share),
+        directory, cache_bytes, cuda=cuda, buffer_bytes=buffer_bytes, limits=limits
     )
     return WorkerSide(
         backing,

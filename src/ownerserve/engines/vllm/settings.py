@@ -42,6 +42,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """`ConnectorSettings` are the keys of `kv_connector_extra_config`.
 
     store               directory of the artifact store; one vLLM instance writes it
+    adopt               stores of engines that do not come back, of as many ranks: taken over into
+                        `store` before serving, once; one that can't be is a warning
     store_bytes         most bytes of each rank's store on disk
     store_bytes_per_day most bytes written to it in a day, compaction included; 0: no limit
     store_upkeep_s      seconds between two passes that expire and compact it; 0: never
@@ -73,6 +75,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     store: str
+    adopt: tuple[str, ...] = ()
     store_bytes: int = STANDARD.disk_bytes
     store_bytes_per_day: int = STANDARD.disk_bytes_per_day
     store_upkeep_s: float = STANDARD.upkeep_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -80,33 +80,52 @@ class Journal:
         self._lines += 1
 
     def _rewrite(self) -> None:
-        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with open(partial, "wb", opener=_private) as file:
-            file.writelines(map(_line, self._tips.values()))
-        partial.replace(self._path)
+        write_tips(self._path, self._tips)
         self._lines = len(self._tips)
 
     def _read(self) -> dict[SessionId, Tip]:
         try:
-            lines: Iterable[bytes] = self._path.read_bytes().splitlines()
-        except FileNotFoundError:
-            return {}
+            tips, self.unreadable = tips_in(self._path)
         except OSError as error:
             log.warning("%s: sessions of a former life are not known: %s", self._path, error)
             return {}
-        tips: dict[SessionId, Tip] = {}
-        for line in lines:
-            try:
-                tip = _DECODER.decode(line)
-            except UNREADABLE:
-                self.unreadable += 1
-                continue
-            tips.pop(tip.session_id, None)
-            if tip.depth > 0:
-                tips[tip.session_id] = tip
         if self.unreadable:
             log.warning("%s: %d lines can't be read", self._path, self.unreadable)
-        return dict(list(tips.items())[-TIPS_KEPT:])
+        return tips
+
+
+def tips_in(path: Path) -> tuple[dict[SessionId, Tip], int]:
+    """Return the tips in a journal's file, the longest unchanged first, and how many lines can't be
+    read; none where there is no file. Raises OSError.
+    """
+    try:
+        lines: Iterable[bytes] = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return {}, 0
+    tips: dict[SessionId, Tip] = {}
+    unreadable = 0
+    for line in lines:
+        try:
+            tip = _DECODER.decode(line)
+        except UNREADABLE:
+            unreadable += 1
+            continue
+        tips.pop(tip.session_id, None)
+        if tip.depth > 0:
+            tips[tip.session_id] = tip
+    return dict(list(tips.items())[-TIPS_KEPT:]), unreadable
+
+
+def write_tips(path: Path, tips: Mapping[SessionId, Tip]) -> None:
+    """Make `tips` the whole of a journal's file; a process that dies leaves it as it was. Raises
+    OSError.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(partial, "wb", opener=_private) as file:
+        file.writelines(map(_line, tips.values()))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def _line(tip: Tip) -> bytes:

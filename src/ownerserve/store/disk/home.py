@@ -3,6 +3,7 @@
 DIR/STORE        4 KiB: which store this is (`superblock`)
 DIR/LOCK         flock'd by the one writer
 DIR/KEY, KEYID   the key of tenants' records, and which it is (`keyring`)
+DIR/ADOPTED      which store has taken its records over (`adopt`)
 DIR/segments/    NNNNNNNNNN.seg: the truth
 DIR/index.sqlite the index, made again from the segments when lost
 """
@@ -32,6 +33,8 @@ from ownerserve.store.format.segment import SUFFIX
 
 log = logging.getLogger("ownerserve.store")
 
+ADOPTED = "ADOPTED"
+"""Tells which store has taken this one's records over; gone when a writer opens it again."""
 _TRIES, _AGAIN_S = 4, 0.05
 
 
@@ -65,10 +68,12 @@ class Home:
         lock_fd = _lock(directory)
         try:
             home = cls(directory, _superblock(directory, segment_bytes))
+            home._lock_fd = lock_fd
+            if (directory / ADOPTED).exists():
+                home.remove(ADOPTED)  # it lives again: what it will hold was adopted by nobody
         except BaseException:
             os.close(lock_fd)
             raise
-        home._lock_fd = lock_fd
         return home
 
     @classmethod
@@ -82,6 +87,12 @@ class Home:
         if found is None:
             raise InvalidInput("store", f"{directory} holds no store", "name another one")
         return cls(directory, found)
+
+    def lock(self) -> None:
+        """Keep every other writer out until `unlock`; changes no more than LOCK. Raises StoreHeld,
+        and OSError on a medium that can't be written.
+        """
+        self._lock_fd = _lock(self.directory)
 
     def cap_segments(self, most_bytes: int) -> None:
         """Let new segments be at most `most_bytes` large, but never smaller than the format's

@@ -155,7 +155,7 @@ class DeadStore(StoreView):
     ) -> tuple[Home, IndexWriter, Keys]:
         home = Home.open(directory)
         try:
-            refuse_held(directory)
+            self._approach(home)
             home.index_path = copied_index(home, Path(self._folder.name))
             keys = reading_keys(home, key_file) if keys is None else keys
             index, self.recovery = survey(home, keys, landing=BufferPool())
@@ -166,11 +166,19 @@ class DeadStore(StoreView):
             raise InvalidInput("store", str(error), mend) from error
         return home, index, keys
 
+    def _approach(self, home: Home) -> None:
+        """Make sure that nobody writes the store."""
+        refuse_held(home.directory)
+
     def _found_bad(self, entry: IndexEntry, reason: str) -> None:
         super()._found_bad(entry, reason)
         bad = Quarantined(entry.meta.id, entry.meta.tenant, span(entry), reason, entry.touched_ms)
         with suppress(IndexFailed):  # then it is read again, and is a miss again
             self._writer.apply(Change(remove=[entry], quarantine=[bad]))
+
+    def newest(self, kind: ArtifactKind) -> Iterator[IndexEntry]:
+        """Iterate over every record of a kind, most recently touched first. Raises IndexFailed."""
+        return self._writer.newest(kind)
 
     def close(self) -> None:
         """Let go of files, and of the copy of the index."""

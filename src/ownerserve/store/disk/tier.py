@@ -452,7 +452,12 @@ class DiskTier:
         meta, payload_bytes = reserved.meta, reserved.payload_bytes
         seal = self.core.keys.for_write(meta.tenant)
         assert seal is not None  # reserve saw it
-        return RecordDraft(draft(room, meta, payload_bytes, seal=seal, now_ms=now_ms), room, now_ms)
+        header = draft(room, meta, payload_bytes, seal=seal, now_ms=now_ms)
+        old = reserved.former
+        if old is None:
+            return RecordDraft(header, room, now_ms)
+        touched_ms = min(now_ms, int(old.touched_s * 1000))
+        return RecordDraft(header, room, touched_ms, old.reuse_count, old.restore_cost_ms)
 
     def abort(self, reservation: Reservation) -> None:
         """Give a reservation's room back; nothing of it was written."""

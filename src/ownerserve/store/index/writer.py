@@ -175,6 +175,17 @@ class IndexWriter(IndexReader):
                 " ON CONFLICT (key) DO UPDATE SET value = value + 1"
             )
 
+    def newest(self, kind: ArtifactKind) -> Iterator[IndexEntry]:
+        """Iterate over every entry of a kind, most recently touched first."""
+        where = (
+            "WHERE kind = ? AND (touched_ms, sequence) < (?, ?)"
+            f" ORDER BY touched_ms DESC, sequence DESC LIMIT {BATCH}"
+        )
+        before = (1 << 62, 1 << 62)
+        while rows := self._select(where, (kind, *before)):
+            yield from rows
+            before = (rows[-1].touched_ms, rows[-1].sequence)
+
     def sequences_among(self, numbers: Sequence[int]) -> set[int]:
         """Return those of `numbers` that a record bears."""
         found: set[int] = set()

@@ -36,10 +36,13 @@ class Reservation:
     """A reservation is room for one record. Fill `payload`, then commit or abort, once.
 
     After either, the buffer is the tier's: `payload` is released and a later write to it raises.
-    `level` is that of the tier that made it, where tiers are composed.
+    `level` is that of the tier that made it, where tiers are composed. `former` is what another
+    store knew of the record, whose age, uses and price it keeps on disk; None: it is new.
     """
 
-    __slots__ = ("level", "meta", "open", "payload", "payload_bytes", "record", "stored_bytes")
+    __slots__ = (
+        "former", "level", "meta", "open", "payload", "payload_bytes", "record", "stored_bytes",
+    )  # fmt: skip
 
     def __init__(self, meta: Meta, record: memoryview, at: tuple[int, int]) -> None:
         head, payload_bytes = at
@@ -50,6 +53,7 @@ class Reservation:
         self.payload = record[head : head + payload_bytes]
         self.open = True
         self.level = 0
+        self.former: Listed | None = None
 
     def take(self) -> memoryview:
         """Spend the reservation and return the record's buffer; raises ValueError the second
