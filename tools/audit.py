@@ -1,14 +1,16 @@
 """Look up what the tests run with (constraints.txt) in a database of known vulnerabilities.
 
-    python tools/audit.py [CONSTRAINTS]
+    python tools/audit.py [CONSTRAINTS] [--osv-url URL]
 
-pip-audit asks PyPI; it lives in an environment of its own, made on the first call. Exit status 1:
-a vulnerability that IGNORED does not explain. Without an index to install it from, or a service
-that answers, nothing is audited: that is said, and is no failure, for a build offline is none.
+pip-audit asks PyPI, or the service at URL, which speaks OSV's protocol. It lives in an environment
+of its own, made on the first call. Exit status 1: a vulnerability that IGNORED does not explain.
+Without an index to install it from, or a service that answers, nothing is audited: that is said,
+and is no failure, for a build offline is none.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -35,10 +37,15 @@ class Found(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    constraints = Path(arguments[0]) if arguments else ROOT / "constraints.txt"
+    parser = argparse.ArgumentParser(description="Look up known vulnerabilities.")
+    parser.add_argument("constraints", nargs="?", type=Path, default=ROOT / "constraints.txt")
+    parser.add_argument(
+        "--osv-url", help="https://api.osv.dev/v1/query; else PyPI"
+    )
+    given = parser.parse_args(arguments)
     if not has_pip_audit():
         return unaudited(f"pip-audit {VERSION} can't be installed: no index")
-    report = audited(constraints)
+    report = audited(given.constraints, given.osv_url)
     if report is None:
         return unaudited("no service of known vulnerabilities answers")
     found = read(report)
@@ -71,10 +78,12 @@ def has_pip_audit() -> bool:
     return True
 
 
-def audited(constraints: Path) -> dict[str, Any] | None:
+def audited(constraints: Path, osv_url: str | None) -> dict[str, Any] | None:
     """pip-audit's report on pinned versions; None when it could make none."""
     command = [ENVIRONMENT / "bin/python", "-m", "pip_audit", "--progress-spinner", "off"]
     command += ["--requirement", constraints, "--no-deps", "--disable-pip", "--format", "json"]
+    if osv_url is not None:
+        command += ["--vulnerability-service", "osv", "--osv-url", osv_url]
     told = ran(command)
     try:
         report: dict[str, Any] = json.loads(told.stdout)

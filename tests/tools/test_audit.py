@@ -7,6 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +82,70 @@ def test_without_an_index_nothing_is_audited(tmp_path: Path) -> None:
     ran = run(tmp_path, None)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("!!! nothing is audited: pip-audit 2.10.1 can't be installed")
+
+
+ADVISORY = {
+    "schema_version": "1.7.3",
+    "id": "PYSEC-2026-1",
+    "aliases": ["CVE-2026-1"],
+    "summary": "made up",
+    "affected": [
+        {
+            "package": {"name": "httptools", "ecosystem": "PyPI"},
+            "ranges": [
+                {"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "99.0"}]},
+            ],
+        }
+    ],
+}
+"""In the form of osv.dev's answers, of the service's documentation."""
+
+
+class Service(BaseHTTPRequestHandler):
+    """A service that speaks OSV's protocol and knows one advisory."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        is_bad = asked["package"] == {"name": "httptools", "ecosystem": "PyPI"}
+        body = json.dumps({"vulns": [ADVISORY]} if is_bad and asked["version"] else {}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@contextmanager
+def service() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1/query"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.slow
+def test_the_real_pip_audit_asks_a_service_and_its_answer_is_read(tmp_path: Path) -> None:
+    if not (TOOL.parents[1] / ".venv-audit" / ".pip-audit-2.10.1").exists():
+        pytest.skip("needs pip-audit (make audit)")
+    pinned = tmp_path / "constraints.txt"
+    pinned.write_text("httptools==0.6.4\nclick==8.1.8\n")
+    with service() as url:
+        ran = subprocess.run(
+            [sys.executable, str(TOOL), str(pinned), "--osv-url", url],
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+    assert (ran.returncode, ran.stdout.splitlines()) == (
+        1,
+        [
+            "vulnerable: httptools 0.6.4: PYSEC-2026-1 (mended in 99.0)",
+            "audit: 2 packages, 1 vulnerabilities; unknown to the service: none",
+        ],
+    ), ran.stderr
