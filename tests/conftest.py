@@ -7,13 +7,20 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ENGINE_FILE = re.compile(r"^pytestmark = .*\bpytest\.mark\.engine\b", re.MULTILINE)
 
 
 def pytest_configure() -> None:
-    """Have Ctrl-C mean something: in a run begun as `nohup ... &` it is ignored, by whatever a test
-    starts too."""
+    """Have no property fail for being slow, and have Ctrl-C mean something.
+
+    On a busy machine any example may take long. In a run begun as `nohup ... &` Ctrl-C is ignored,
+    by whatever a test starts too.
+    """
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=slow)
+    settings.load_profile("unhurried")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
