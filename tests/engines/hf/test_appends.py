@@ -24,6 +24,7 @@ from ownerserve.engines.hf.build import WorkerOptions
 from ownerserve.kv.wire.headers import ANSWER_HEADER, TURN_HEADER, read_answer_line
 from ownerserve.node.ownership.ownership import boot_time_s
 from ownerserve.node.vocabulary.settings import NodeSettings
+from tests.support.children import importing
 from tests.support.hf.engine_rig import TOLERANCE, reference, text
 from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker
 from tests.support.waits import until
@@ -136,10 +137,10 @@ class Life:
     def __init__(self, folder: Path, number: int, *flags: str) -> None:
         ready = folder / f"{number}.url"
         self.process = subprocess.Popen([
-            sys.executable, "-m", "ownerserve.cli.main", "worker", "--model", MODEL,
+            sys.executable, "-m", "tests.support.hf.assumed", "worker", "--model", MODEL,
             "--kv-memory", "8MiB", "--port", "0", "--threads", "1", "--store",
             str(folder / "store"), "--spill-after", "0.01", "--ready-file", str(ready), *flags,
-        ])  # fmt: skip
+        ], env=importing())  # fmt: skip
         until(lambda: ready.exists() or self.process.poll() is not None)
         self.http = httpx.Client(base_url=ready.read_text().strip(), timeout=WAIT_S)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ from ownerserve.kv.messages import ExecutionMode  # noqa: E402
 from ownerserve.kv.units import MIB  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from tests.support.hf.engine_rig import Answer, Rig, assert_right, request, text  # noqa: E402
+from tests.support.waits import WAIT_S, until_async  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -28,15 +28,24 @@ def watch(rig: Rig, marks: Watermarks) -> None:
 
 
 async def converse(rig: Rig, *, sessions: int, turns: int) -> list[Answer]:
-    """Sessions take turns; between two there is time to copy."""
+    """Sessions take turns; between two what is being copied comes to its end."""
     answers, prompts = [], {n: text(120 + 40 * n, seed=n) for n in range(sessions)}
     for turn in range(turns):
         for n in range(sessions):
             [answer] = await rig.ask(request(f"{n}.{turn}", prompts[n], new=8, session=f"s{n}"))
             answers.append(answer)
             prompts[n] += [*answer.tokens(), *text(30, seed=10 + n)]
-            await asyncio.sleep(0.02)
+            await copied(rig)
     return answers
+
+
+async def copied(rig: Rig) -> None:
+    """Until nothing is being copied, after the engine has looked a few times."""
+    for _ in range(3):
+        await rig.engine.status(WAIT_S)
+    if rig.node is not None:
+        spills, pressure = rig.node.state.idle_spills, rig.cache.pressure
+        await until_async(lambda: not (pressure.open_spills or spills.is_busy))
 
 
 @pytest.mark.parametrize("name", ["tiny-v4", "tiny-qwen3next"])
@@ -90,7 +99,8 @@ def test_memory_has_a_price_when_others_go_for_a_turn(tmp_path: Path) -> None:
     prompts = {name: text(240, seed=seed) for seed, name in enumerate("abc")}
 
     async def scenario() -> list[Answer]:
-        answers = []
+        answers: list[Answer] = []
+        spills = rig.node.state.idle_spills
         for turn in range(3):
             for name in prompts:
                 [answer] = await rig.ask(
@@ -98,7 +108,8 @@ def test_memory_has_a_price_when_others_go_for_a_turn(tmp_path: Path) -> None:
                 )
                 answers.append(answer)
                 prompts[name] += [*answer.tokens(), *text(20, seed=turn)]
-                await asyncio.sleep(0.1)
+                await until_async(lambda: spills.counts["sessions"] >= len(answers))
+                await copied(rig)
         return answers
 
     answers = rig.play(scenario)

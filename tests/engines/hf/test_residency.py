@@ -35,7 +35,6 @@ from ownerserve.gateway.http.access import parse_worker  # noqa: E402
 from ownerserve.gateway.receipts import ReceiptForm  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.kv.messages import Tier  # noqa: E402
-from ownerserve.node.runtime.node_runtime import Calibration  # noqa: E402
 from ownerserve.node.storage.limits import StoreLimits  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
@@ -46,7 +45,7 @@ from tests.support.hf.engine_rig import text  # noqa: E402
 pytestmark = pytest.mark.engine
 
 MODEL = "tiny-qwen3"
-PROMPT_TOKENS = 900
+PROMPT_TOKENS, NEW_TOKENS = 900, 40
 WAIT_S = 30.0
 SPILL_S = 0.05
 SHORT_ANSWERS = msgspec.structs.replace(DEFAULTS, output_tokens=4)
@@ -137,13 +136,6 @@ class Fleet:
             life.end()
 
 
-@pytest.fixture(autouse=True)
-def assumed_prices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prices stay what is assumed of an unmeasured engine: what two busy cores measure of three
-    workers differs tenfold, and then the cheapest place is not the one that holds the state."""
-    monkeypatch.setattr(Calibration, "observe", lambda self, seen: None)
-
-
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path, 3)
@@ -171,7 +163,7 @@ class Agent:
         self.name = name
         self.tokens = text(PROMPT_TOKENS, seed=seed)
 
-    async def turn(self, new: int = 40, **more: str) -> httpx.Headers:
+    async def turn(self, new: int = NEW_TOKENS, **more: str) -> httpx.Headers:
         body = {
             "model": MODEL, "prompt": self.tokens, "max_tokens": 4, "temperature": 0,
             "return_token_ids": True,
@@ -192,6 +184,23 @@ def on_disk(gateway: Gateway) -> dict[str, set[str]]:
         }
         for name, session in gateway.state.sessions.items()
     }
+
+
+async def told_of_disk(life: Life, gateway: Gateway, *, sessions: int, tokens: int) -> None:
+    """Wait until so many sessions of nearly so many tokens are on the worker's disk, and the
+    gateway knows what is there."""
+
+    def is_told() -> bool:
+        held = life.held("disk")
+        known = {
+            name: copy.tokens
+            for name, session in gateway.state.sessions.items()
+            for copy in session.copies()
+            if copy.tier is Tier.DISK
+        }
+        return known == held and sum(tokens - 32 <= n for n in held.values()) >= sessions
+
+    await until_async(is_told)
 
 
 async def all_on_disk(gateway: Gateway, sessions: int) -> None:
@@ -310,19 +319,20 @@ def test_a_session_that_lost_its_place_on_the_device_is_expected_from_disk(tmp_p
         life = Life(tmp_path / "store", kv_bytes=2 << 20)
         try:
             config = Config(workers=(parse_worker(life.url),), health_interval_s=0.1)
-            async with gateway_over(config) as (_, client):
+            async with gateway_over(config) as (gateway, client):
                 agents = [Agent(client, f"s{n}", n) for n in range(3)]
                 errors: list[int] = []
                 actions: set[str] = set()
                 for round_ in range(4):
-                    for agent in agents:
-                        headers = await agent.turn()
+                    for done, agent in enumerate(agents, 1):
+                        headers = await agent.turn(NEW_TOKENS)
                         if round_:
                             expected = int(headers["x-ownerserve-expected-cached-tokens"])
                             cached = int(headers["x-ownerserve-cached-tokens"])
                             errors.append(abs(expected - cached))
                             actions.add(headers["x-ownerserve-action"])
-                        await asyncio.sleep(0.6)  # idle: spilled, told
+                        ended = len(agent.tokens) - NEW_TOKENS
+                        await told_of_disk(life, gateway, sessions=done, tokens=ended)
                 assert "tail_recompute" in actions
                 assert sorted(errors)[len(errors) // 2] <= 16, errors
         finally:

@@ -342,6 +342,7 @@ def test_the_node_answers_admission_on_the_engine_thread(tmp_path: Path) -> None
     assert gone == Reject(WorkerRefusal.UNKNOWN_SESSION)
 
 
+@pytest.mark.usefixtures("measured_prices")
 def test_measured_costs_outlive_the_worker(tmp_path: Path) -> None:
     first_turn(tmp_path)
     rig = node_rig(tmp_path)

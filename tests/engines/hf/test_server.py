@@ -37,6 +37,8 @@ from ownerserve.kv.wire.rpc import Reject, Release, Reserve, Reserved, Seed  # n
 from ownerserve.kv.wire.status import read_status  # noqa: E402
 
 pytestmark = pytest.mark.engine
+MEASURES = True
+"""Prices are what this machine measures."""
 
 MODEL = "tiny-v4"
 CHAT = [{"role": "user", "content": "Tell me what you know about rivers, please."}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.support.children import importing  # noqa: E402
 from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
 from tests.support.store.servers import MooncakeCluster  # noqa: E402
 
@@ -33,11 +33,11 @@ def worker(home: Path, *flags: str) -> Iterator[httpx.Client]:
     """`ownerserve worker` of the tiny V4 with `flags`, stopped as Ctrl-C stops it."""
     home.mkdir()
     ready, log = home / "url", home / "log"
-    command = [sys.executable, "-m", "ownerserve.cli.main", "worker", "--port", "0"]
+    command = [sys.executable, "-m", "tests.support.hf.assumed", "worker", "--port", "0"]
     command += ["--ready-file", str(ready), "--spill-after", "0.02", *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output
+            command, env=importing(OMP_NUM_THREADS="1"), stdout=output, stderr=output
         )
     try:
         until = time.monotonic() + WAIT_S

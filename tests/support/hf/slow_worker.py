@@ -11,11 +11,13 @@ from ownerserve.engines.hf.build import WorkerOptions, build_worker
 from ownerserve.engines.hf.http.serve import listen, serve, url_of, write_ready_file
 from ownerserve.engines.hf.http.server import make_app
 from ownerserve.node.vocabulary.settings import NodeSettings
+from tests.support.hf.assumed import assume_prices
 
 
 def main() -> None:
     store, ready = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
+    assume_prices()
     settings = NodeSettings(spill_after_s=0.0, copies_in_flight=1, copy_bytes_a_tick=1)
     worker = build_worker(
         WorkerOptions(model="tiny-v4", kv_bytes=16 << 20, max_running=2, store=store, node=settings)

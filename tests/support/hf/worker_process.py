@@ -22,6 +22,7 @@ from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
 from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
 from ownerserve.kv.wire.status import WorkerStatus
 from ownerserve.node.rpc.server import RpcClient
+from tests.support.children import importing
 from tests.support.hf.fleet_rig import WAIT_S
 from tests.support.waits import until
 
@@ -29,16 +30,16 @@ Send = Callable[[socket.socket, bytes], None]
 
 
 class WorkerProcess:
-    """Started and ready when made."""
+    """Started and ready when made; it keeps and loads by the prices of an unmeasured engine."""
 
     def __init__(self, folder: Path, name: str, directory: str | None, *flags: str) -> None:
         ready = folder / f"{name}.ready"
         owning = () if directory is None else ("--directory", directory)
         self.process = subprocess.Popen([
-            sys.executable, "-m", "ownerserve.cli.main", "worker", "--model", "tiny-qwen3",
+            sys.executable, "-m", "tests.support.hf.assumed", "worker", "--model", "tiny-qwen3",
             "--kv-memory", "8MiB", "--port", "0", "--rpc-port", "0", "--worker-id", name,
             *owning, *flags, "--threads", "1", "--ready-file", str(ready),
-        ])  # fmt: skip
+        ], env=importing())  # fmt: skip
         try:
             self._meet(ready)
         except BaseException:
