@@ -268,10 +268,9 @@ def test_a_fleet_of_several_models_sends_each_request_to_its_own(play: Play) -> 
         client = await world.client()
         for engine, model in zip(world.engines, ("tiny-a", "tiny-b"), strict=True):
             engine.says = said() | {"x-ownerserve-model": model}
-        async with asyncio.timeout(WAIT_S):
-            while not world.gateway.turns.asking.serves_many:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+        fleet, models = world.gateway.state.fleet, {"tiny-a", "tiny-b"}
+        await until_async(lambda: {worker.profile.model for worker in fleet} == models)
+        await until_async(lambda: world.gateway.turns.asking.serves_many)
         for model, engine in (("tiny-a", 0), ("tiny-b", 1)) * 2:
             answer = await client.post(
                 "/v1/chat/completions", json.dumps({"model": model}).encode(), x__session__id="a"

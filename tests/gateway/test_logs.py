@@ -96,9 +96,9 @@ def test_a_worker_that_is_not_well_is_told_of_with_what_it_said(
         world.engines[0].is_hung = True
         for _ in range(2):
             await monitor.probe()
-        assert monitor.cause == "no answer in 0.1 s"
+        assert monitor.cause == "no answer in 0.5 s"
 
-    play(scenario, engines=1, health_interval_s=60.0, health_timeout_s=0.1)
+    play(scenario, engines=1, health_interval_s=60.0, health_timeout_s=0.5)
 
 
 def test_the_directory_is_told_of_when_its_kind_changes(entries: list[dict[str, Any]]) -> None:
@@ -126,7 +126,7 @@ def test_the_access_log_has_a_line_for_each_turn(play: Play, entries: list[dict[
         assert turn["worker"] == answer["x-ownerserve-worker"]
         assert turn["reason"] == answer["x-ownerserve-reason"]
         assert (turn["prompt_tokens"], turn["cached_tokens"], turn["output_tokens"]) == (90, 64, 3)
-        assert 0 <= turn["first_byte_s"] <= turn["duration_s"] < 5
+        assert 0 <= turn["first_byte_s"] <= turn["duration_s"] < 60  # and no milliseconds
         assert turn["request_id"] == "r1" and len(turn["session"]) == 32
         assert "secret-name" not in json.dumps(entries)
         leaver = await world.client()

@@ -442,49 +442,53 @@ def test_terms_are_read_from_the_tenants_file(tmp_path: Path) -> None:
 # Each wire is cut once: what it is for does not come, and comes when the wire is whole.
 
 
-async def soon(answer: asyncio.Future[Answer]) -> int | None:
-    """The status of an answer; None: there is none after a while."""
-    await asyncio.wait((answer,), timeout=0.4)
+CUT_S = 0.4
+"""So long is waited for what does not come where a wire is cut."""
+
+
+async def soon(answer: asyncio.Future[Answer], patience_s: float) -> int | None:
+    """The status of an answer; None: there is none in time."""
+    await asyncio.wait((answer,), timeout=patience_s)
     return answer.result().status if answer.done() else None
 
 
-async def an_end_lets_the_next_one_in(world: World) -> bool:
+async def an_end_lets_the_next_one_in(world: World, patience_s: float) -> bool:
     running = await occupied(world)
     world.engines[0].is_mute = False
     held = asyncio.ensure_future((await world.client()).post(CHAT, body_of(1)))
     await waiting(world, 1)
     world.engines[0].go_on.set()
     await running
-    came = await soon(held)
+    came = await soon(held, patience_s)
     world.gateway.turns.admission.look(world.gateway.now())
     assert (await held).status == 200
     return came == 200
 
 
-async def a_deadline_ends_the_wait(world: World) -> bool:
+async def a_deadline_ends_the_wait(world: World, patience_s: float) -> bool:
     running = await occupied(world)
     client = await world.client()
     late = asyncio.ensure_future(client.post(CHAT, body_of(1), x__ownerserve__deadline__ms="20"))
-    came = await soon(late)
+    came = await soon(late, patience_s)
     world.engines[0].go_on.set()
     await asyncio.gather(running, late)
     return came == 429
 
 
-async def a_tenant_is_held_to_its_limit(world: World) -> bool:
+async def a_tenant_is_held_to_its_limit(world: World, _patience_s: float) -> bool:
     client = await world.client()
     told = [(await client.post(CHAT, body_of(n), **bearer(LIMITED))).status for n in range(4)]
     return told == [200, 200, 200, 429]
 
 
-async def long_answers_put_into_debt(world: World) -> bool:
+async def long_answers_put_into_debt(world: World, _patience_s: float) -> bool:
     world.engines[0].usage = b'{"prompt_tokens": 4000, "completion_tokens": 200000}'
     client = await world.client()
     told = [(await client.post(CHAT, body_of(n), **bearer(LIMITED))).status for n in range(2)]
     return told == [200, 429]
 
 
-async def two_tenants_take_turns(world: World) -> bool:
+async def two_tenants_take_turns(world: World, _patience_s: float) -> bool:
     running = await occupied(world, **bearer(FLOOD))
     order: list[str] = []
     tasks = []
@@ -497,7 +501,7 @@ async def two_tenants_take_turns(world: World) -> bool:
     return order.index(CALM) < 3
 
 
-async def background_work_goes_last(world: World) -> bool:
+async def background_work_goes_last(world: World, _patience_s: float) -> bool:
     running = await occupied(world)
     order: list[str] = []
 
@@ -528,7 +532,7 @@ def by_arrival(line: FairLine) -> InLine:
     return min(line.in_order(), key=lambda one: one.ticket)
 
 
-CUTS: dict[str, tuple[Callable[[World], Awaitable[bool]], object, str, object]] = {
+CUTS: dict[str, tuple[Callable[[World, float], Awaitable[bool]], object, str, object]] = {
     "the end of a turn": (an_end_lets_the_next_one_in, Entering, "ended", nothing),
     "the timer": (a_deadline_ends_the_wait, Entering, "_arm", nothing),
     "the deadline's header": (a_deadline_ends_the_wait, entering, "_deadline_s", lambda _: inf),
@@ -552,7 +556,7 @@ def test_what_a_wire_is_for_comes_when_it_is_whole_and_not_when_it_is_cut(
         monkeypatch.setattr(queue, "LOOK_S", 60.0)
 
     async def scenario(world: World) -> None:
-        assert await effect(world) is not is_cut
+        assert await effect(world, CUT_S if is_cut else WAIT_S) is not is_cut
 
     callers = read_tenants(written(tmp_path, TENANTS)) if effect in KEYED else None
     play(scenario, engines=1, tenants=callers, queue=ONE_EACH, health_interval_s=60.0)

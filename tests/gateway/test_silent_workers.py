@@ -150,7 +150,7 @@ def test_what_is_unanswered_at_a_process_that_stops_is_answered_by_another() -> 
 
     async def main(stops: WorkerProcess, other: WorkerProcess) -> None:
         workers = tuple(Address("127.0.0.1", worker.port) for worker in (stops, other))
-        config = Config(workers=workers, health_interval_s=0.05, health_timeout_s=0.3)
+        config = Config(workers=workers, health_interval_s=0.05, health_timeout_s=2.0)
         world = World([], Gateway(config))
         try:
             await world.gateway.start()

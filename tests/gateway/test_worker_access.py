@@ -139,7 +139,7 @@ def test_beside_a_worker_that_is_not_learnt_another_ones_model_is_not_asked_of_i
         assert "no answer" in said["probes"][unlearnt]["models_unknown"]
         world.engines[1].go_on.set()
 
-    play(scenario, prepare=prepare, health_timeout_s=0.2, health_interval_s=10.0)
+    play(scenario, prepare=prepare, health_timeout_s=2.0, health_interval_s=10.0)
 
 
 # ---- keys

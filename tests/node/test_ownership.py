@@ -191,7 +191,7 @@ def test_a_directory_that_comes_late_holds_up_nobody(
         node.tell(TurnCame(S1))
         node.tell(TurnLeft(S1, tokens(number)))
         assert node.standing(S1) is None
-    assert time.thread_time() - began_s < 0.1
+    assert time.thread_time() - began_s < 1.0
     late = serve(port=port)
     try:
         until(lambda: is_at(late.address, S1, 3))
@@ -342,7 +342,7 @@ def test_a_directory_that_hangs_holds_up_no_release(server: DirectoryServer) -> 
     faulty.fault = RuntimeError("boom")
     began_s = time.thread_time()
     assert release(node, target.owner.unit) == Released()
-    assert time.thread_time() - began_s < 0.1 and node.standing(S1) is None
+    assert time.thread_time() - began_s < 1.0 and node.standing(S1) is None
     until(lambda: node.answers["failed"])
     faulty.fault = None
 

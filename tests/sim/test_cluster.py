@@ -105,7 +105,11 @@ def test_one_that_always_does_is_one_error(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("client", ["with Ray's client", "without"])
-def test_no_head_is_one_error_at_once(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_head_is_one_error_before_ray_is_asked(
+    client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's client alone takes 30 s to say so."""
+    began = lose_first(monkeypatch, 0)
     if client == "without":
         monkeypatch.setitem(sys.modules, "grpc", None)  # importing it fails
     else:
@@ -113,13 +117,11 @@ def test_no_head_is_one_error_at_once(client: str, monkeypatch: pytest.MonkeyPat
     with socket.socket() as held:  # bound, and nobody listens
         held.bind(("127.0.0.1", 0))
         address = f"ray://127.0.0.1:{held.getsockname()[1]}"
-        began_s = time.monotonic()
         found = CliRunner().invoke(
             simulate.command, ["--sessions", "2", "--policy", "ear", "--ray", address]
         )
-        assert time.monotonic() - began_s < 20  # Ray's client alone takes 30 s to say so
     assert isinstance(found.exception, InvalidInput)
-    assert address in str(found.exception)
+    assert address in str(found.exception) and not began
     assert ("needs grpc" if client == "without" else "refused") in str(found.exception)
 
 

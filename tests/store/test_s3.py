@@ -88,9 +88,7 @@ def test_a_read_that_fails_is_a_miss_and_no_quarantine(tier, samples, proxy, fau
     put(tier, samples.meta(1), samples.payload(1, 200_000))
     proxy.fault = fault
     proxy.which = lambda method, path: records_only(method, path) and method == "GET"
-    started_s = time.monotonic()
     assert samples.read(tier, 1) in ("io_error", "busy")
-    assert time.monotonic() - started_s < 30
     proxy.fault = Fault.NONE
     assert samples.read(tier, 1) == [samples.payload(1, 200_000)]
     assert tier.counters["quarantined"] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +28,6 @@ print(*(line for line in open("/proc/self/status") if line.startswith("VmHWM")))
 
 class Measured(NamedTuple):
     stats: dict[str, Any]
-    cpu_s: float
     peak_mib: float
 
 
@@ -44,16 +42,12 @@ def claude_code(shared_traces: Path, tmp_path_factory: pytest.TempPathFactory) -
     )
     assert process.stdout is not None
     peak_kib = int(process.stdout.read().split()[-2])
-    _, status, usage = os.wait4(process.pid, 0)
     process.stdout.close()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    cpu_s = usage.ru_utime + usage.ru_stime
-    return Measured(json.loads(result.read_bytes()), cpu_s, peak_kib / 1024)
+    assert process.wait() == 0
+    return Measured(json.loads(result.read_bytes()), peak_kib / 1024)
 
 
-def test_all_sessions_in_a_few_seconds_and_500_mb(claude_code: Measured) -> None:
-    assert claude_code.cpu_s < 8
+def test_all_sessions_in_500_mb(claude_code: Measured) -> None:
     assert claude_code.peak_mib < 500
 
 

@@ -73,7 +73,7 @@ def test_the_gateways_name_reaches_the_connector(
 
 def sessions(subscriber: Any) -> Iterator[str]:
     """Of all events of blocks, vLLM's own and ours."""
-    while subscriber.poll(3000):
+    while subscriber.poll(10_000):
         _, _, payload = subscriber.recv_multipart()
         for event in msgspec.msgpack.decode(payload)[1]:
             if event["type"] == "BlockStored":

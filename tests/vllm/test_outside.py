@@ -121,7 +121,7 @@ def _load(store: Path) -> WorkerLoad:
 
 
 def _events(subscriber: Any) -> Any:
-    while subscriber.poll(2000):
+    while subscriber.poll(10_000):
         _, _, payload = subscriber.recv_multipart()
         yield from msgspec.msgpack.decode(payload)[1]
 

@@ -72,7 +72,7 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
     assert report["health"]["unit"] == report["turn"][1]["unit"]
     for case in ("turn without a core", "turn, silent core", "turn, core gone"):
         status, line, took_s = report[case]
-        assert (status, line) == (200, None) and took_s < 10, case
+        assert (status, line) == (200, None) and took_s < 60, case
     for case in ("turn, bad line", "turn of no gateway"):
         assert report[case][:2] == [200, None], case
     status, page = report["inventory"]

@@ -32,6 +32,7 @@ from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import Epoch, RoutingUnit, later
 from tests.support.directory.servers import Server, find_binary
 from tests.support.net import free_port
+from tests.support.waits import WAIT_S
 
 LEASE_S = 0.3
 GRANTS = 10
@@ -156,7 +157,7 @@ class Pair:
             host=self.primary.host, port=self.primary.port, single_connection_client=True
         )
         client.incr("settled")
-        _until(lambda: int(client.wait(1, 1000)) >= 1, 20)
+        _until(lambda: int(client.wait(1, 1000)) >= 1, WAIT_S)
         client.close()
 
     def stop(self) -> None:
@@ -173,8 +174,8 @@ class Pair:
     def _follow(self) -> None:
         client = self.replica.client()
         client.replicaof(self.primary.host, self.primary.port)
-        _until(lambda: client.info("replication").get("master_link_status") == "up", 20)
-        _until(lambda: self.primary.client().info("replication")["connected_slaves"] >= 1, 20)
+        _until(lambda: client.info("replication").get("master_link_status") == "up", WAIT_S)
+        _until(lambda: self.primary.client().info("replication")["connected_slaves"] >= 1, WAIT_S)
         self.settle()
 
 
@@ -248,7 +249,7 @@ class Round:
         began_s = time.monotonic()
         self._pair.promote()
         with self._directory(self._pair.primary, min_replicas=0) as new:
-            _until(lambda: self._grants(new, "first", grants=1) > 0, 20)
+            _until(lambda: self._grants(new, "first", grants=1) > 0, WAIT_S)
             self._ledger.restored_s.append(time.monotonic() - began_s)
             self._grants(new, "after")
 
@@ -349,7 +350,7 @@ def _sentinel_round(home: Path, ledger: Ledger, number: int) -> None:
 
 
 def _bind_until(directory: ValkeyDirectory, unit: RoutingUnit, ledger: Ledger, name: str) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + WAIT_S
     while time.monotonic() < deadline_s:
         directory.execute([ask.Register(unit)])
         (outcome,) = directory.execute([ask.Bind(SessionId(name), unit, seen=ledger.highest)])
@@ -358,7 +359,7 @@ def _bind_until(directory: ValkeyDirectory, unit: RoutingUnit, ledger: Ledger, n
             return
         ledger.refused += 1
         time.sleep(0.05)
-    raise RuntimeError("no grant within 20 s")
+    raise RuntimeError(f"no grant within {WAIT_S:.0f} s")
 
 
 def _sentinel(home: Path, number: int, port: int) -> tuple[int, subprocess.Popen[bytes]]:
