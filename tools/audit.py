@@ -39,9 +39,7 @@ class Found(NamedTuple):
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Look up known vulnerabilities.")
     parser.add_argument("constraints", nargs="?", type=Path, default=ROOT / "constraints.txt")
-    parser.add_argument(
-        "--osv-url", help="https://api.osv.dev/v1/query; else PyPI"
-    )
+    parser.add_argument("--osv-url", help="https://api.osv.dev/v1/query; else PyPI")
     given = parser.parse_args(arguments)
     if not has_pip_audit():
         return unaudited(f"pip-audit {VERSION} can't be installed: no index")
