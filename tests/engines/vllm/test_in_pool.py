@@ -171,6 +171,23 @@ def test_a_word_names_what_is_left_and_goes_with_the_last_block() -> None:
     assert [word.session for word in words if isinstance(word, Lost)] == ["a"]
 
 
+@pytest.mark.parametrize("uncached", [0, 1])
+def test_a_block_that_no_lookup_finds_is_nothing_to_go_on_from(uncached: int) -> None:
+    """A turn of three blocks, the last of which one group has not cached."""
+    rig = Rig(HYBRID, 40)
+    tables = []
+    for group in range(2):
+        blocks = rig.pool.take(3)
+        for at, block in enumerate(blocks[: 2 if group == uncached else 3]):
+            rig.pool.fill(block, (tuple(range(at + 1)), group))
+        tables.append([block.block_id for block in blocks])
+    request: Any = SimpleNamespace(block_hashes=[tuple(range(at + 1)) for at in range(3)])
+    rig.watch.finished(
+        SessionId("a"), request, tables=tables, tokens=3 * B, digests=DIGESTS, tenant=b""
+    )
+    assert rig.told("a") == 2 * B
+
+
 def test_a_point_that_is_gone_leaves_nothing_to_go_on_from() -> None:
     """Windows take whole what range state alone would give."""
     rig = Rig(HYBRID, 30)

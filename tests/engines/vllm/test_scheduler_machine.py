@@ -76,6 +76,10 @@ class Requests(RuleBasedStateMachine):
     def reset_cache(self, new_weights: bool) -> None:
         self.play.reset_cache(new_weights=new_weights)
 
+    @rule()
+    def forget_cache(self) -> None:
+        self.play.forget_cache()
+
     def teardown(self) -> None:
         if hasattr(self, "play"):
             self.play.end()

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from tests.support.vllm_parts.fake_vllm.cache import FakeCacheManager, FakePool
-from tests.support.vllm_parts.fake_vllm.request import BLOCK, FakeRequest, RequestStatus
+from tests.support.vllm_parts.fake_vllm.request import BLOCK, FakeRequest
 from tests.support.vllm_parts.fake_vllm.scheduler import FakeScheduler
 from tests.support.vllm_parts.fake_vllm.side import Engine, Setup
 from tests.support.vllm_parts.fake_vllm.workers import Workers
@@ -71,11 +71,8 @@ class Play:
         self.check()
 
     def reset_cache(self, *, new_weights: bool) -> None:
-        """vLLM's reset of running requests and of the connector, where vLLM would not raise."""
-        if self.scheduler.in_flight or self.is_loading:
-            return
-        done = self.scheduler.reset_prefix_cache()
-        if new_weights and not done:
+        """vLLM's reset of running requests and of the connector, new weights with it or not."""
+        if not self._resets():
             return
         if new_weights:
             self.engine.oracle.new_weights()
@@ -84,10 +81,20 @@ class Play:
         self.engine.reset()
         self.check()
 
-    @property
-    def is_loading(self) -> bool:
-        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
-        return any(request.status is loading for request in self.requests)
+    def _resets(self) -> bool:
+        """Reset vLLM's own cache, where it can be asked to; where it raises, since blocks are still
+        held, all that ran is preempted nevertheless, amid its steps it may be."""
+        if self.scheduler.in_flight and self.scheduler.depth == 1:
+            return False
+        if self.scheduler.in_flight and self.scheduler.running:
+            self.seen["reset amid steps"] += 1
+        return self.scheduler.reset_prefix_cache()
+
+    def forget_cache(self) -> None:
+        """vLLM's reset of running requests without that of the connector, which hears of none."""
+        if self._resets():
+            self.seen["forgotten"] += 1
+        self.check()
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -162,6 +169,14 @@ class Play:
             self.schedule()
             self.answer(accepted=1)
 
+    def finish(self) -> None:
+        """All requests come to their end, and all that they leave is saved."""
+        for _ in range(ROUNDS):
+            if not (self.here or self.engine.oracle.open or self.scheduler.in_flight):
+                return
+            self.run(1)
+        raise AssertionError("a request waits for ever")
+
     def end(self) -> None:
         """Whatever is here comes to its end, and all is given back."""
         try:
@@ -175,7 +190,8 @@ class Play:
             self.answer(accepted=0)
         for _ in range(ROUNDS):
             status = self.engine.side.status()
-            is_open = status["holds"] or status["late_turns"] or self.engine.oracle.open
+            ours = (status["holds"], status["loads"], status["late_turns"])
+            is_open = any(ours) or self.engine.oracle.open
             if not self.here and not is_open and not self.scheduler.in_flight:
                 break
             self.run(1)

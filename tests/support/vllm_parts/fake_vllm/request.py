@@ -61,6 +61,8 @@ class FakeRequest:
     num_in_flight_tokens: int = 0
     num_output_placeholders: int = 0
     num_preemptions: int = 0
+    num_stale_output_tokens: int = 0
+    drop_stale_output: bool = False
     is_prefill_chunk: bool = False
     skip_reading_prefix_cache: bool = False
     resumable: bool = False

@@ -125,8 +125,7 @@ class FakeScheduler:
             self.manager.block_pool.free_blocks(blocks)
 
     def reset_prefix_cache(self) -> bool:
-        """As vLLM's with `reset_running_requests`, while no step is in flight."""
-        assert not self.in_flight
+        """As vLLM's with `reset_running_requests`; False: it raises, for blocks are still held."""
         while self.running:
             self._preempt(self.running.pop())
         return self.manager.block_pool.reset()
@@ -187,7 +186,9 @@ class FakeScheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.spec_token_ids = []
-        assert not request.num_in_flight_tokens, "vLLM waits for its step first"
+        # Only a reset comes amid steps: what they answer of the request means nothing any more.
+        request.drop_stale_output = True
+        request.num_stale_output_tokens = request.num_in_flight_tokens
         request.num_output_placeholders = 0
         request.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -312,7 +313,11 @@ class FakeScheduler:
     def _sampled(self, row: Scheduled, tokens: list[int]) -> None:
         request = row.request
         request.num_in_flight_tokens -= row.count
-        if request.is_finished() or not tokens:
+        is_stale = request.num_stale_output_tokens > 0
+        if is_stale:
+            request.num_stale_output_tokens -= row.count
+            assert request.num_stale_output_tokens >= 0
+        if request.is_finished() or is_stale or not tokens:
             return
         rejected = row.drafted + 1 - len(tokens)
         request.num_computed_tokens -= rejected

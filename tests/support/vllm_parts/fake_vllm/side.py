@@ -66,6 +66,7 @@ class Setup:
     checkpoints: str
     copies: int
     """Copies of a whole record for which there is room; the buffer has twice as much."""
+    tenants: Tenants = TENANTS
 
 
 def identity(epoch: int) -> Identity:
@@ -331,7 +332,7 @@ class Engine:
                 groups=self.shape.group_tokens,
             ),
             sessions=SessionsHere(None),
-            tenants=TENANTS,
+            tenants=setup.tenants,
             replays=Replays(ReplayLengths(), None, workers=setup.ranks),
             workers=setup.ranks,
             step_tokens=STEP_TOKENS,

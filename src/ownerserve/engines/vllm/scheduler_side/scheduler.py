@@ -628,8 +628,8 @@ class SchedulerSide:
                 self._copy(turn, copy)
 
     def _saved(self, saved: Kept | NotKept, now: float) -> None:
-        """Take in what came of a save on all ranks."""
-        self.holds.release(saved.operation_id)
+        """Take in what came of a save on all ranks. Its blocks are free by their other word, that
+        they need them no more."""
         if isinstance(saved, Kept):
             self.reports.kept(saved.operation_id)
         else:
