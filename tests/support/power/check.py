@@ -8,6 +8,7 @@ import os
 import random
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +18,16 @@ from ownerserve.store.disk.scan import records
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format.convert import ByteOrder
 from ownerserve.store.format.header import BLOCK
-from ownerserve.store.format.model import AlreadyStored, ReadHit, Want, WriteDone
+from ownerserve.store.format.model import (
+    AlreadyStored,
+    MissReason,
+    ReadHit,
+    ReadMiss,
+    Want,
+    WriteDone,
+)
 from ownerserve.store.format.segment import Segment, segment_path
+from ownerserve.store.index.reader import IndexFailed
 from ownerserve.store.tiers.backend import put
 from ownerserve.store.tiers.blobs import DirectoryBlobs
 from ownerserve.store.tiers.catalogue import parse
@@ -84,6 +93,7 @@ def _opened(place: str, step: Callable[[], list[Broken]]) -> list[Broken]:
 def _disk(home: Path, promised: Promise, rng: random.Random) -> Iterator[Broken]:
     tier = open_disk(home, ManualClock(_NOW_S), ROOMY)
     try:
+        _upkeep(tier)
         yield from _orphans(tier)
         yield from _hold(tier, "disk", promised, rng)
         yield from _converted(tier)
@@ -117,9 +127,20 @@ def _hold(tier: Tier, name: str, promised: Promise, rng: random.Random) -> Itera
     yield from _stored_anew(tier, name, last)
 
 
+def _upkeep(tier: DiskTier) -> None:
+    """Let the store mend an index whose damage it comes upon later than at its opening."""
+    with suppress(IndexFailed):
+        for number in (None, *tier.core.home.segment_numbers()):
+            list(tier.core.index.walk(segment=number))
+    tier.expire(0)
+
+
 def _read(tier: Tier, name: str, promised: Promise) -> Iterator[Broken]:
     for number in NUMBERS:
         outcome = tier.read([Want(METAS[number].id)])
+        if isinstance(outcome, ReadMiss) and outcome.reason is MissReason.IO_ERROR:
+            tier.expire(0)
+            outcome = tier.read([Want(METAS[number].id)])
         if isinstance(outcome, ReadHit):
             if outcome.parts[0].data != PAYLOADS[number]:
                 yield Broken("wrong", f"{name}: {number}")

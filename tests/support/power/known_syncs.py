@@ -27,8 +27,7 @@ NOTICED = {
     "terms._write < terms.start": "an empty term file: the directory does not start",
     _NAME + "terms._write < terms.start": "a used term is given again",
     _MADE + "terms._write": "the term file's folder: a used term is given again",
-    "sqlite index.sqlite": "SQLite's checkpoint: the index is malformed",
-    "sqlite index.sqlite-wal": "SQLite's log: the index is malformed",
+    "sqlite index.sqlite-wal": "SQLite's log: rows come back whose bytes were erased",
 }
 
 LATE = (
@@ -60,13 +59,14 @@ COVERED = {
     _NAME + "reclaim.drop_empty < maintain.collect": "its records were erased before",
     "segment.sync < reclaim.erase < recover.run": "doomed until it is synced: erased once more",
     "segment.sync < reclaim.erase < tier.release_quarantine": "doomed until it is synced",
+    "sqlite index.sqlite": "SQLite's checkpoint: an index that is damaged is made again",
+    "sqlite store": "an index that is damaged is made again",
     "sqlite index.sqlite-journal": "the index's first minute: it is made anew",
 }
 
 SELDOM = {
     _NAME + "reclaim.drop_empty < reclaim.compact": "an old copy comes back after its removal: one"
     " state in 180 to 240 near it",
-    "sqlite store": "a malformed index: one state in 900",
 }
 """Noticed too seldom for every run, or not seen to be noticed."""
 
