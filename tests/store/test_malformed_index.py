@@ -13,6 +13,7 @@ import pytest
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
 from ownerserve.store.disk.rotate import KeyChange, rotate_key
+from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.format.model import AlreadyStored, ReadHit, Want
 from ownerserve.store.index.reader import DamagedIndex
 from ownerserve.store.tiers.backend import put
@@ -185,3 +186,16 @@ def test_rows_that_make_no_sense_are_made_again(open_disk, samples, filled, chan
     assert isinstance(found, ReadHit)
     assert [bytes(part.data) for part in found.parts] == expected(samples)
     assert tier.recovery.index_rebuilt
+
+
+def test_who_reads_beside_the_writer_goes_over_to_the_index_made_anew(samples, running):
+    """A scheduler process looks into the store for as long as its engine runs."""
+    snapshot = StoreSnapshot(running.core.home.directory)
+    assert snapshot.find([samples.meta(1).id]) == {}  # it comes upon the damage too
+    put(running, samples.meta("new"), samples.payload("new"))
+    ids = [samples.meta(name).id for name in ("new", 1, 2)]
+    assert snapshot.standing(ids) == frozenset(ids)
+    assert isinstance(snapshot.read([Want(id_) for id_ in ids]), ReadHit)
+    running.remove(ids[:1])
+    assert snapshot.standing(ids) == frozenset(ids[1:])
+    snapshot.close()

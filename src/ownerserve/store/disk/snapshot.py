@@ -28,6 +28,7 @@ from ownerserve.store.index.reader import (
     Change,
     IndexEntry,
     IndexFailed,
+    IndexFollower,
     IndexReader,
     Quarantined,
     SegmentRow,
@@ -124,7 +125,7 @@ class StoreSnapshot(StoreView):
         keys = reading_keys(home, key_file) if keys is None else keys
         if not home.index_path.exists():
             raise InvalidInput("store", f"{directory} has no index", "open it once for writing")
-        super().__init__(home, IndexReader(home.index_path), keys)
+        super().__init__(home, IndexFollower(home.index_path), keys)
 
 
 class DeadStore(StoreView):

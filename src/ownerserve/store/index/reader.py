@@ -389,6 +389,33 @@ class IndexReader:
         self._local = local()
 
 
+class IndexFollower(IndexReader):
+    """An index follower reads an index that another process writes. Where that one has made it
+    anew, in another file of the same name, the follower goes over to that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._file = self._standing()
+
+    def _standing(self) -> tuple[int, int]:
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise IndexFailed(f"index: {error}") from error
+        return found.st_dev, found.st_ino
+
+    def _connect(self) -> sqlite3.Connection:
+        if self._standing() != self._file:
+            with self._connecting:
+                self.close()
+                with self._lock:
+                    self._generation += 1
+                    self._hot.clear()
+                self._file = self._standing()
+        return super()._connect()
+
+
 decode_meta = msgspec.msgpack.Decoder(Meta).decode
 
 
