@@ -15,6 +15,7 @@ FORMATS = {
     "weka_runs.jsonl": "weka",
     "weka_ids.json": "weka",
     "mooncake.jsonl": "mooncake",
+    "aiperf.jsonl": "aiperf",
     "bailian.jsonl": "bailian",
     "lmcache.jsonl": "lmcache",
     "lmcache_text.jsonl": "lmcache-text",
@@ -64,6 +65,27 @@ def test_mooncake_sessions_are_inferred_from_the_deepest_known_block(fixtures: P
     assert trace.grouping == "inferred"
     assert [r.start_s for r in trace.sessions[0].requests] == [0.0, 0.5, 30.0]
     assert trace.sessions[0].requests[2].runs == ((0, 3), (5, 1))
+
+
+def test_aiperf_lines_are_what_a_turn_adds_to_its_session(fixtures: Path) -> None:
+    trace = read_trace(fixtures / "aiperf.jsonl")
+    first, other = trace.sessions
+    assert (trace.grouping, trace.arrivals) == ("recorded", "unknown")
+    assert [r.input_tokens for r in first.requests] == [1100, 1100 + 90 + 400, 1590 + 5 + 600]
+    assert [r.think_s for r in first.requests] == [None, 1.8005, 25.0]
+    # Full blocks: two are in common with the other session, what a session adds is its own.
+    assert [r.runs for r in first.requests] == [((0, 2),), ((0, 3),), ((0, 4),)]
+    assert other.requests[0].runs == ((0, 2),)
+
+
+def test_an_aiperf_turn_without_its_delay_is_left_out_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = '{"session_id":"a","input_length":600,"output_length":9,"hash_ids":[0,1]}\n'
+    path.write_text(line * 2)
+    problems = Collected()
+    trace = read_trace(path, problems=problems)
+    assert [len(session.requests) for session in trace.sessions] == [1]
+    assert "delay is missing" in problems.first[0].reason
 
 
 def test_bailian_conversations_are_trees_by_parent(fixtures: Path) -> None:

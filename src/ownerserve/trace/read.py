@@ -11,6 +11,7 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.trace.lines import Collected, OnBytes, Problems, TraceLine, read_lines
 from ownerserve.trace.model import Trace
+from ownerserve.trace.readers.aiperf import AiperfReader
 from ownerserve.trace.readers.azure import AzureReader
 from ownerserve.trace.readers.bailian import BailianReader
 from ownerserve.trace.readers.base import Reader, head_of
@@ -26,6 +27,7 @@ READERS: dict[str, Reader] = {
         OwnReader(),
         WekaReader(),
         MooncakeReader(),
+        AiperfReader(),
         BailianReader(),
         LmcacheReader(),
         LmcacheTextReader(),

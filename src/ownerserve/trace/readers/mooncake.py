@@ -35,7 +35,8 @@ class MooncakeReader:
 
     def claims(self, head: FirstRecord) -> bool:
         """Return whether a file that begins with `head` is of this format."""
-        return {"timestamp", "input_length", "hash_ids"} <= head.keys and "chat_id" not in head.keys
+        has = {"timestamp", "input_length", "hash_ids"} <= head.keys
+        return has and not {"chat_id", "session_id"} & head.keys
 
     def read(self, lines: Iterable[TraceLine], problems: Problems) -> Trace:
         """Return a trace without a name; a record that can't be used is reported and left out."""
