@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.crash]
 
 MODEL = "tiny-qwen3"
 PROMPT = text(900, seed=3)
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_session_goes_on_from_an_adopted_store(
         async with gateway_over(first) as (_, client):
             choice, headers = await turn(client, PROMPT)
             assert headers["x-ownerserve-mode"] == "cold_prefill"
-            await asyncio.to_thread(until, lambda: held(first))
+            await asyncio.to_thread(until, lambda: held(first), within_s=WAIT_S)
             return [*PROMPT, *choice["token_ids"], *text(40, seed=9)]
 
     prompt = asyncio.run(before())
@@ -118,12 +118,12 @@ def test_a_session_goes_on_from_an_adopted_store(
     workers.append(WorkerProcess(tmp_path, "second", None, *adopting))
     workers.append(WorkerProcess(tmp_path, "third", None, "--store", str(tmp_path / "third-kv")))
     second = workers[1]
-    until(lambda: held(second) == told, what="the dead worker's sessions are told")
+    until(lambda: held(second) == told, within_s=WAIT_S, what="the dead worker's sessions are told")
     assert (dead / "ADOPTED").exists()
 
     async def after() -> None:
         async with gateway_over(*workers[1:]) as (gateway, client):
-            await until_async(lambda: on_disk(gateway) == {second.name})
+            await until_async(lambda: on_disk(gateway) == {second.name}, within_s=WAIT_S)
             choice, headers = await turn(client, prompt)
             assert headers["x-ownerserve-worker"] == second.name
             assert headers["x-ownerserve-reason"] == "recovered"
@@ -138,4 +138,4 @@ def test_a_session_goes_on_from_an_adopted_store(
     asyncio.run(after())
     second.stop()
     workers.append(WorkerProcess(tmp_path, "fourth", None, *adopting))
-    until(lambda: held(workers[-1]), what="what was adopted once stays")
+    until(lambda: held(workers[-1]), within_s=WAIT_S, what="what was adopted once stays")

@@ -26,6 +26,8 @@ from tests.support.children import importing
 from tests.support.hf.fleet_rig import WAIT_S
 from tests.support.waits import until
 
+START_S = 600.0
+"""Longer than torch is imported and a tiny model made on a machine with eight times its work."""
 Send = Callable[[socket.socket, bytes], None]
 
 
@@ -48,7 +50,12 @@ class WorkerProcess:
             raise
 
     def _meet(self, ready: Path) -> None:
-        until(ready.exists)
+        until(
+            lambda: ready.exists() or self.process.poll() is not None,
+            within_s=START_S,
+            what=f"{ready.stem} serves",
+        )
+        assert ready.exists(), f"{ready.stem} ended with {self.process.returncode}"
         self.url = ready.read_text().strip()
         self.name = self.url.removeprefix("http://")
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)

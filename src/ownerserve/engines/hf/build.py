@@ -16,6 +16,7 @@ from ownerserve.engines.hf.engine.commands import AsyncEngine
 from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.metrics.prometheus import (
     OwnershipCollector,
+    RemoteCollector,
     RestoreMetrics,
     WorkerMetrics,
 )
@@ -144,6 +145,8 @@ def build_worker(options: WorkerOptions) -> HfWorker:
     )
     if node is not None:
         steps.attach(WithNode(node, scheduler, RestoreMetrics(metrics.registry)))
+        if (counts := node.remote_counts) is not None:
+            metrics.registry.register(RemoteCollector(counts))
     if options.directory is not None:
         ownership = Ownership(
             identity.unit,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,7 @@ from ownerserve.store.format.model import (
 )
 from ownerserve.store.service.runtime import NotYet, Ticket
 from ownerserve.store.tiers.backend import Reservation
+from ownerserve.store.tiers.remote import RemoteTier
 
 
 class EnginePort(Protocol):
@@ -175,6 +176,12 @@ class NodeRuntime:
     def upkeep_counts(self) -> Mapping[str, int]:
         """`upkeep_counts` tells what the store's upkeep has done so far."""
         return self._backing.upkeep.counts
+
+    @property
+    def remote_counts(self) -> Counter[str] | None:
+        """`remote_counts` are the running counts of the shared medium; None: there is none."""
+        remote = (tier for tier in self._backing.tiers.tiers if isinstance(tier, RemoteTier))
+        return next((tier.counters for tier in remote), None)
 
     def checkpoints(self) -> Sequence[TurnId]:
         """Take the turns that are to be snapshot at their next boundary; each is given once."""

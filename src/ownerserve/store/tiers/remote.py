@@ -76,6 +76,8 @@ from ownerserve.store.tiers.suspects import Suspects, this_machine
 log = logging.getLogger("ownerserve.store")
 
 NOWHERE = bytes(16)
+VERDICTS = ("forged", "reread", "accused", "quarantined", "self_suspected", "key_refused")
+"""These counters of a tier tell of records, or of a key, that are not as they should be."""
 UNFINISHED_S = 24 * 3600.0
 """No writer needs longer for one record."""
 

@@ -4,6 +4,7 @@ nothing.
     WorkerMetrics                  requests, steps, pools: every worker
     RestoreMetrics, StoreMetrics   restores, spills, what storing wears: a worker with a node
     OwnershipCollector             sessions owned: a worker that asks a directory
+    RemoteCollector                verdicts on a shared medium's records
     RpcCollector                   the RPC port's counts
     render                         the cache's own numbers, from one dated snapshot a scrape
 
@@ -33,6 +34,7 @@ from ownerserve.kv.wire.rpc import Reject, RpcAnswer
 from ownerserve.node.ownership.ownership import Ownership
 from ownerserve.node.vocabulary.events import RestoreReport
 from ownerserve.plan.swa.accounting import WriteAccount
+from ownerserve.store.tiers.remote import VERDICTS
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 INTAKE_SECONDS = tuple(1e-5 * 1.25**step for step in range(52))
@@ -547,6 +549,26 @@ class OwnershipCollector(Collector):
         for (verb, reason), count in list(ownership.owner.refused.items()):
             refused.add_metric([verb, reason], count)
         yield refused
+
+
+class RemoteCollector(Collector):
+    """A `RemoteCollector` reads what a worker came to think of records on a shared medium; `counts`
+    are those of `store.tiers.remote.RemoteTier`. Registered only where there is such a medium."""
+
+    def __init__(self, counts: Counts[str]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        verdicts = CounterMetricFamily(
+            "ownerserve_remote_verdicts",
+            "What came of records of the shared medium that were not as they should be: forged (not"
+            " sealed by its key), reread (bad, then good), accused (bad twice), quarantined (two"
+            " machines say so), self_suspected (this one reads badly), key_refused (another key).",
+            labels=["verdict"],
+        )
+        for verdict in VERDICTS:
+            verdicts.add_metric([verdict], self._counts[verdict])
+        yield verdicts
 
 
 class RpcCollector(Collector):
