@@ -20,7 +20,7 @@ from tests.support.waits import until
 pytestmark = pytest.mark.slow
 
 COMMAND = (sys.executable, "-m", "ownerserve.cli.main")
-WAIT_S = 180.0
+WAIT_S = 300.0
 
 
 @contextmanager

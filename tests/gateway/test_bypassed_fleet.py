@@ -22,7 +22,7 @@ from tests.support.waits import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-WAIT_S = 180.0
+WAIT_S = 300.0
 SESSIONS = 6
 
 

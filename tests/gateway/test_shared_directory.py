@@ -24,7 +24,7 @@ from tests.support.directory.servers import Server, find_binary
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-WAIT_S = 180.0
+WAIT_S = 300.0
 BOUND_S = 30.0
 """Until a session is bound: off the request path, and an empty directory first waits one lease
 (5 s), because it cannot know whether it is new or has forgotten."""

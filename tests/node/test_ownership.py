@@ -32,7 +32,7 @@ from ownerserve.node.ownership.publishing import extent_name
 from tests.support.waits import until
 
 S1, S2 = SessionId("s1"), SessionId("s2")
-WAIT_S = 20.0
+WAIT_S = 300.0
 
 
 class BootClock:

@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-WAIT_S = 60.0
-"""Longer than anything takes on a loaded machine."""
+WAIT_S = 300.0
+"""Longer than anything takes on a loaded machine: with twenty others at work a worker that imports
+torch took more than 60 s to begin."""
 LOOK_S = 0.01
 
 

@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.engine
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 COMMAND = [sys.executable, "-m", "ownerserve.cli.main"]
 
 

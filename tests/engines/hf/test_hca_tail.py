@@ -34,7 +34,7 @@ from tests.support.hf.engine_rig import (  # noqa: E402
 pytestmark = pytest.mark.engine
 
 RAW, ONLINE = TailForm.RAW_ROWS, TailForm.ONLINE
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 def test_alone_and_in_batches() -> None:

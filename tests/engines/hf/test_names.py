@@ -37,7 +37,7 @@ from tests.support.hf.engine_rig import Rig, checkpoint
 pytestmark = pytest.mark.engine
 
 MODEL = "tiny-qwen3"
-WAIT_S = 30.0
+WAIT_S = 300.0
 
 HEADERS = (
     *("x-session-id", "x-dynamo-session-id", "x-smg-routing-key", "x-claude-code-session-id"),

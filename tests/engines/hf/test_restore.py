@@ -54,7 +54,7 @@ from tests.support.hf.engine_rig import (  # noqa: E402
 pytestmark = pytest.mark.engine
 
 PROMPT = text(500, seed=1)
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 
 def node_rig(store: Path, name: str = "tiny-v4", *, blocks: int = 200, **settings: Any) -> Rig:

@@ -42,7 +42,7 @@ MEASURES = True
 
 MODEL = "tiny-v4"
 CHAT = [{"role": "user", "content": "Tell me what you know about rivers, please."}]
-WAIT_S = 60.0
+WAIT_S = 300.0
 START_S = 300.0
 """Until a process of its own serves: it reads torch and transformers first."""
 

@@ -25,7 +25,7 @@ from tests.support.store.servers import MooncakeCluster  # noqa: E402
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 PROMPT = text(500, seed=4)
-WAIT_S = 180.0
+WAIT_S = 300.0
 
 
 @contextmanager

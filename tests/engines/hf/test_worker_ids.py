@@ -26,7 +26,7 @@ from ownerserve.node.rpc.server import RpcClient
 
 pytestmark = pytest.mark.engine
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 class Process:

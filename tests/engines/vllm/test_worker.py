@@ -35,7 +35,7 @@ from tests.support.store.samples import bytes_held
 
 pytestmark = pytest.mark.engine
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 SIZE = 4096
 PLACE = BlockPlace("dense", ((1,),), 0, 32)
 

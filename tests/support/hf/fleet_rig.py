@@ -26,7 +26,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.rpc.server import RpcServer
 from tests.support.waits import until
 
-WAIT_S = 60.0
+WAIT_S = 300.0
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.vocabulary.events import Filling
 from ownerserve.store.format.model import ArtifactKind, Meta, Want
 
-WAIT_S = 30.0
+WAIT_S = 300.0
 HOST_BYTES = {"cpu": 0, "cuda": 64 << 20}
 """Host memory for copies: page-locked where there is a device."""
 BUSY_CYCLES = 1 << 30
