@@ -6,6 +6,8 @@ import ast
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CLOSED = runpy.run_path(str(ROOT / "tools" / "closed.py"))
 MODULES = frozenset({"ownerserve.cache.hetero", "ownerserve.cache.tree.node"})
@@ -42,5 +44,6 @@ def test_a_private_member_is_its_own_modules() -> None:
     assert list(private("def f(cache): return cache._tree")) == ["ownerserve.node.state: _tree"]
 
 
+@pytest.mark.slow
 def test_the_tree_as_it_stands_is_closed() -> None:
     assert CLOSED["main"]() == 0

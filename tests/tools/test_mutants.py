@@ -36,12 +36,14 @@ def verdict(tmp_path: Path, *, new: str, seen: str) -> object:
     return one
 
 
+@pytest.mark.slow
 def test_a_fault_that_a_test_sees_is_killed_and_its_test_named(tmp_path: Path) -> None:
     one = verdict(tmp_path, new="GIB = 1 << 31", seen="GIB == 1 << 30")
     assert (one.outcome, one.is_good) == ("killed", True)
     assert "test_size" in one.by
 
 
+@pytest.mark.slow
 def test_a_fault_that_no_test_sees_survives_and_fails_the_run(tmp_path: Path) -> None:
     one = verdict(tmp_path, new="GIB = 1 << 31", seen="GIB > 1")
     assert (one.outcome, one.is_good) == ("survived", False)
@@ -50,11 +52,13 @@ def test_a_fault_that_no_test_sees_survives_and_fails_the_run(tmp_path: Path) ->
     assert found["killed"] == 0
 
 
+@pytest.mark.slow
 def test_a_fault_that_can_not_be_imported_proves_nothing(tmp_path: Path) -> None:
     one = verdict(tmp_path, new="GIB = (", seen="GIB == 1 << 30")
     assert (one.outcome, one.is_good) == ("not run", False)
 
 
+@pytest.mark.slow
 def test_suites_that_fail_without_a_mutant_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(MUTANTS["BadList"], match="without a mutant"):
         verdict(tmp_path, new="GIB = 1 << 31", seen="False")

@@ -6,6 +6,8 @@ import ast
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 WIRES = runpy.run_path(str(ROOT / "tools" / "wires.py"))
 
@@ -91,5 +93,6 @@ def test_a_field_that_nobody_reads_is_noticed() -> None:
     assert unread(READER.replace("page.last", "one.epoch")) == ["Held.left_s", "Page.last"]
 
 
+@pytest.mark.slow
 def test_our_own_house_is_in_order() -> None:
     assert WIRES["main"]() == 0

@@ -23,7 +23,7 @@ from tests.support.kills.zygote import Order
 from tests.support.waits import LOOK_S, until
 
 SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-_STARTED_S = 120.0
+_STARTED_S = 600.0
 FAILED = "a check does not hold"
 """What a member says of its state machines where one of their checks fails."""
 
