@@ -49,6 +49,21 @@ def test_what_a_step_in_flight_computes_is_not_saved_at_a_requests_end() -> None
     assert stored_ends(play) == [8, 16], "the step's block is stored, and nobody has its answer"
 
 
+def test_a_request_given_up_after_a_reset_amid_its_steps_left_nothing() -> None:
+    """vLLM takes its blocks and its computed tokens, and counts those in flight on until the step
+    is answered: fewer than none were computed, an error that switched the connector off."""
+    play = Play(Setup("long blocks", 1, "turn-end", ROOM), drafts=0, ahead=True)
+    for first in (0, 100):  # of the second the step computes less than a block
+        request = play.arrive(list(range(first, first + 10)), max_tokens=9)
+        play.look_up()
+    play.schedule()
+    play.forget_cache()
+    assert (request.num_computed_tokens, request.num_in_flight_tokens) == (0, 6)
+    play.abort(request)
+    play.end()
+    assert play.seen["reset amid steps"] == 1
+
+
 def test_a_salt_that_can_name_no_tenant_shares_nothing() -> None:
     """The store's secret can't be read: a salted request is served without us."""
     setup = Setup("dense", 1, "full", ROOM, tenants=Tenants(None))

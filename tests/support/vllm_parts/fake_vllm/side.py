@@ -22,6 +22,7 @@ from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReference
 from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
 from ownerserve.engines.vllm.settings import SoftReference
 from ownerserve.engines.vllm.tenants import Tenants
+from ownerserve.engines.vllm.turns import prompts
 from ownerserve.engines.vllm.turns.prompts import Prompts
 from ownerserve.engines.vllm.worker_commands import SaveCommand
 from ownerserve.kv.ids import PrefixHash
@@ -67,6 +68,8 @@ class Setup:
     copies: int
     """Copies of a whole record for which there is room; the buffer has twice as much."""
     tenants: Tenants = TENANTS
+    hashed_at_once: int = prompts.AT_ONCE_TOKENS
+    """Tokens of a prompt that are hashed when it comes; those of a longer one are when told."""
 
 
 def identity(epoch: int) -> Identity:

@@ -358,7 +358,8 @@ class SchedulerSide:
         self._perform(self.state.handle(TurnGone(turn_id), now))
         turn.tables = tables
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        known = 0 if is_loading else min(turn.end, computed, request.num_tokens)
+        # After a reset amid steps vLLM has computed none and counts those in flight on.
+        known = 0 if is_loading else max(0, min(turn.end, computed, request.num_tokens))
         added = self._added(turn, known)
         effects = self.state.handle(Computing(turn_id, known, known, added), now)
         session, tokens = session_of(request), b""
