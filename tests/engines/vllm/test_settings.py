@@ -24,6 +24,11 @@ def test_what_waits_for_the_drive_follows_from_what_waits_for_its_copy(tmp_path:
     assert decode({**given, "save_buffer_bytes": 7}).buffer_bytes == 7
 
 
+def test_stores_to_adopt_are_a_list(tmp_path: Path) -> None:
+    assert decode({"store": str(tmp_path)}).adopt == ()
+    assert decode({"store": str(tmp_path), "adopt": ["/kv/a", "/kv/b"]}).adopt == ("/kv/a", "/kv/b")
+
+
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
@@ -31,6 +36,7 @@ def test_what_waits_for_the_drive_follows_from_what_waits_for_its_copy(tmp_path:
         ({"store": ""}, "store"),
         ({"store": "x", "restore_dedline_s": 1}, "did you mean restore_deadline_s"),
         ({"store": "x", "soft_reference": {"ttl": 1}}, "did you mean soft_reference.ttl_s"),
+        ({"store": "x", "adopt": "y"}, "adopt"),
         ({"store": "x", "readers": 0}, "readers: 0"),
         ({"store": "x", "store_bytes": 0}, "store_bytes: 0"),
         ({"store": "x", "save_buffer_bytes": -1}, "save_buffer_bytes: -1"),
