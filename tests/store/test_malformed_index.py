@@ -12,11 +12,13 @@ import pytest
 
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.units import MIB
+from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.rotate import KeyChange, rotate_key
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.format.model import AlreadyStored, ReadHit, Want
 from ownerserve.store.index.reader import DamagedIndex
 from ownerserve.store.tiers.backend import put
+from ownerserve.store.tiers.buffers import BufferPool
 from ownerserve.store.tiers.policy import KindLimits, TierLimits
 
 RECORDS = 120
@@ -186,6 +188,22 @@ def test_rows_that_make_no_sense_are_made_again(open_disk, samples, filled, chan
     assert isinstance(found, ReadHit)
     assert [bytes(part.data) for part in found.parts] == expected(samples)
     assert tier.recovery.index_rebuilt
+
+
+def test_a_row_that_points_at_another_record_harms_neither(open_disk, samples, filled, clock):
+    """SQLite does not see it. Put aside, its place would be erased a week later: the other's."""
+    connection = sqlite3.connect(filled / "index.sqlite")
+    connection.execute(
+        "UPDATE records SET offset = (SELECT offset FROM records WHERE sequence = 60)"
+        " WHERE sequence = 61"
+    )
+    connection.commit()
+    connection.close()
+    tier = open_disk(filled, limits=ROOMY)
+    assert samples.read(tier, 60) == "corrupt"
+    collect(tier.core, BufferPool(), kept_s=-1.0)
+    put(tier, samples.meta("new"), samples.payload("new"))
+    assert samples.read(tier, 59, 60) == [samples.payload(n, SIZE) for n in (59, 60)]
 
 
 def test_who_reads_beside_the_writer_goes_over_to_the_index_made_anew(samples, running):

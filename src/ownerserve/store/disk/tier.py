@@ -204,11 +204,15 @@ class DiskCore:
 
     def quarantine(self, entry: IndexEntry, reason: str) -> None:
         """Put aside a record that failed verification: it is a miss from now on, kept for
-        inspection until gc.
+        inspection until gc. Where the index has two records in one place it is the index that
+        failed.
         """
         with self.shielded():
             standing = self.index.get(entry.meta.id)
             if standing is None or standing.sequence != entry.sequence:
+                return
+            if self.index.overlaps(entry):
+                self.index.is_damaged = True
                 return
             bad = Quarantined(entry.meta.id, entry.meta.tenant, span(entry), reason, self.now_ms())
             self.index.apply(Change(remove=[entry], quarantine=[bad]))

@@ -186,6 +186,16 @@ class IndexWriter(IndexReader):
             yield from rows
             before = (rows[-1].touched_ms, rows[-1].sequence)
 
+    def overlaps(self, entry: IndexEntry) -> bool:
+        """Tell whether another record is said to lie where this one is."""
+        sql = (
+            "SELECT 1 FROM records WHERE segment = ? AND sequence != ?"
+            " AND offset < ? AND offset + stored > ? LIMIT 1"
+        )
+        end = entry.offset + entry.stored_bytes
+        place = (entry.segment, entry.sequence, end, entry.offset)
+        return bool(self._rows(lambda row: row, sql, place))
+
     def sequences_among(self, numbers: Sequence[int]) -> set[int]:
         """Return those of `numbers` that a record bears."""
         found: set[int] = set()
