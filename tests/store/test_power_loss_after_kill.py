@@ -156,6 +156,17 @@ def test_records_in_a_segment_whose_maker_was_killed_stand(
     holds_but_without("recover.sync_names", states, States.at_the_end, check)
 
 
+def test_a_store_in_a_folder_whose_maker_was_killed_stands(open_disk, samples, tmp_path):
+    """Killed when it had made the first folder of the path, and not synced that one's name."""
+    (tmp_path / "killed" / "new").mkdir(parents=True)
+    script = OPEN + "tier = DiskTier(home / 'new' / 'store', clock, options=options)\n"
+    script += "put(tier, Samples.meta('y'), Samples.payload('y'))"
+    for place in States(Killed(made=["new"]), script, tmp_path).at_the_end():
+        again = open_disk(place / "new" / "store")
+        assert samples.read(again, "y") == [samples.payload("y")]
+        again.close()
+
+
 def test_an_old_copy_whose_segment_the_killed_writer_unlinked_does_not_come_back(
     open_disk, samples, tmp_path, monkeypatch
 ):

@@ -22,16 +22,15 @@ def make_directory(directory: Path, *, mode: int = 0o777) -> None:
     """Make `directory` and what is missing above it, so that their names are durable. Each gets
     `mode`, less the umask. Raises OSError.
 
-    One that stands is synced too: who made it may have died before its own sync.
+    The last one that stands is synced too: who made it may have died before its own sync.
     """
     missing = []
     path = directory
     while not path.exists():
         missing.append(path)
         path = path.parent
+    with suppress(PermissionError):  # above what is ours: its owner's to keep
+        sync_directory(path.parent)
     for path in reversed(missing):
         path.mkdir(mode, exist_ok=True)
         sync_directory(path.parent)
-    if not missing:
-        with suppress(PermissionError):  # above what is ours: its owner's to keep
-            sync_directory(directory.parent)

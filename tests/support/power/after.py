@@ -52,7 +52,8 @@ def recorded(home: Path, script: str, log: Path, *, killed: Killed) -> tuple[Rec
         events.append(Make(str(home / name), is_folder=False))
         _stand(home / name, data, events)
         pending.append(Unlink(str(home / name)))
-    folders = [home, *(path for path in home.rglob("*") if path.is_dir())]
+    standing = (path for path in home.rglob("*") if path.is_dir())
+    folders = [home, *(p for p in standing if str(p.relative_to(home)) not in killed.made)]
     events += [Sync(str(folder), len(events), KILLED) for folder in folders]
     events += pending
     before = len(events)
