@@ -17,7 +17,8 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.gateway.test_roster import asked
-from tests.gateway.test_shared_directory import directory, running
+from tests.gateway.test_shared_directory import directory
+from tests.support.gateway.commands import running
 from tests.support.waits import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -13,9 +13,9 @@ import pytest
 
 from ownerserve.cli.directory.embedded import embedded_at
 from ownerserve.kv.errors import InvalidInput
-from tests.gateway.test_shared_directory import WAIT_S, counted, running
+from tests.support.gateway.commands import counted, running
 from tests.support.net import free_port, listening
-from tests.support.waits import until
+from tests.support.waits import WAIT_S, until
 
 SESSIONS, WORKERS = 80, 3
 

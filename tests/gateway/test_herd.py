@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.gateway.test_shared_directory import running
 from tests.support.gateway.agents import Agent
+from tests.support.gateway.commands import running
 from tests.support.gateway.engine import BLOCK_BYTES, TOKEN_BYTES, engine_processes
 from tests.support.gateway.process import gateway_process
 

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.test_shared_directory import running
 from tests.support.children import ROOT
+from tests.support.gateway.commands import running
 
 pytest.importorskip("torch")
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import httpx
 import pytest
 
-from tests.gateway.test_shared_directory import WAIT_S, running
+from tests.support.gateway.commands import running
 from tests.support.net import free_port
-from tests.support.waits import until
+from tests.support.waits import WAIT_S, until
 
 SESSIONS, WORKERS = 12, 2
 

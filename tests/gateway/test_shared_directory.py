@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +11,8 @@ import httpx
 import pytest
 
 from ownerserve.cli.demo.processes import FREE_PORTS
-from tests.support.waits import until
+from tests.support.gateway.commands import counted, running
+from tests.support.waits import WAIT_S, until
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -24,32 +21,9 @@ from tests.support.directory.servers import Server, find_binary
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-WAIT_S = 300.0
 BOUND_S = 30.0
 """Until a session is bound: off the request path, and an empty directory first waits one lease
 (5 s), because it cannot know whether it is new or has forgotten."""
-
-
-@contextmanager
-def running(home: Path, *command: str) -> Iterator[tuple[list[str], subprocess.Popen[bytes]]]:
-    """`ownerserve COMMAND` until SIGTERM, and the lines of its ready file."""
-    home.mkdir()
-    ready, log = home / "ready", home / "log"
-    words = [sys.executable, "-m", "ownerserve.cli.main", *command, "--ready-file", str(ready)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output
-        )
-    try:
-        until = time.monotonic() + WAIT_S
-        while not ready.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.02)
-        yield ready.read_text().split(), process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(WAIT_S)
 
 
 @contextmanager
@@ -77,12 +51,6 @@ def turn(http: httpx.Client, messages: list[dict[str, str]]) -> httpx.Response:
         {"role": "user", "content": "and what then? " * 10},
     ]
     return answer
-
-
-def counted(url: str, start: str) -> float:
-    """The sum of a process's metric."""
-    lines = httpx.get(f"{url}/metrics", timeout=WAIT_S).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
 
 
 def fleet(
