@@ -42,7 +42,6 @@ LATE = (
     _NAME + "blobs.delete < remote._delete",
     "terms._write < terms.start",
     _NAME + "terms._write < terms.start",
-    _MADE + "terms._write",
 )
 """Behind the acknowledgement, or the new name, that it must come before."""
 
