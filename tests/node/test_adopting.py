@@ -84,7 +84,7 @@ def test_what_can_t_be_adopted_at_a_start_is_a_warning(
     good, into = store(tmp_path / "good", 1), store(tmp_path / "into")
     living = DiskTier(tmp_path / "living", WallClock(), options=DiskOptions())
     dead = (tmp_path / "none", tmp_path / "living", good)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="ownerserve"):
         take_over_at_start(dead, into, OPTIONS)
         take_over_at_start(dead[2:], into, OPTIONS)
     living.close()
