@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.gateway.process import gateway_process, worker_process
 
+pytestmark = pytest.mark.slow
+
 KEY = "admin-key-of-16-and-more"
 
 

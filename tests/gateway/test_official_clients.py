@@ -13,6 +13,8 @@ import pytest
 from tests.support.gateway.engine import MODEL, engine_processes
 from tests.support.gateway.process import gateway_process
 
+pytestmark = pytest.mark.slow
+
 KEY, OTHER = "sk-of-acme-0123456789", "sk-nobody-0123456789"
 TEXT = "w0 w1 w2 w3 w4 w5 w6 w7 "
 SHORT = [{"role": "user", "content": "hello"}]
@@ -162,7 +164,6 @@ def test_what_is_wrong_with_a_request_is_the_clients_own_error(
     assert large.value.type == "request_too_large"
 
 
-@pytest.mark.slow
 def test_a_stream_whose_worker_dies_is_the_clients_own_error(
     ours: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:

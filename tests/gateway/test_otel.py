@@ -140,6 +140,7 @@ def test_who_is_recorded_goes_by_the_parent_and_else_by_the_share(
     assert bool(spans) is recorded
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_touches_no_turn_and_is_told_of_once(
     play: Play, entries: list[dict[str, Any]]
 ) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from tests.support.gateway.collector import collector
 from tests.support.gateway.process import gateway_process, worker_process
 from tests.support.waits import until
@@ -63,6 +65,7 @@ def ask(url: str, sent: bytes) -> int:
         return int(client.recv(65536).split(b" ", 2)[1])
 
 
+@pytest.mark.slow
 def test_every_refused_request_has_a_line_and_a_span(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.touch(mode=0o600)

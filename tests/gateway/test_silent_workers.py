@@ -145,6 +145,7 @@ def test_an_answer_that_goes_on_is_left_alone_though_its_worker_is_taken_out(
     play(scenario, engines=1)
 
 
+@pytest.mark.slow
 def test_what_is_unanswered_at_a_process_that_stops_is_answered_by_another() -> None:
     """SIGSTOP amid six requests: each is answered, once, and the account is whole."""
 

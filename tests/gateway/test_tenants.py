@@ -349,6 +349,7 @@ def test_a_gateway_with_tenants_may_be_reached_from_outside(
     play(scenario, engines=1, tenants=tenants, host="0.0.0.0")
 
 
+@pytest.mark.slow
 def test_a_bad_file_ends_the_command_in_one_line(tmp_path: Path) -> None:
     path = written(tmp_path, FILE.replace(SECRET, "short-and-secret"))
     words = ["gateway", "--worker", "http://127.0.0.1:1", "--tenants-file", str(path)]
