@@ -21,6 +21,8 @@ from tests.support.gateway.world import EVENTS, Client, Play, World
 from tests.support.net import free_port
 from tests.support.waits import until_async
 
+pytestmark = pytest.mark.slow
+
 CHAT = "/v1/chat/completions"
 EXAMPLES = ROOT / "examples" / "proxies"
 Proxied = Callable[[Path, int, int], AbstractContextManager[None]]

@@ -150,6 +150,7 @@ def test_a_drained_worker_is_asked_by_nobody_and_its_death_is_seen(tmp_path: Pat
         assert (status, row["stay"], row["up"]) == (200, "serving", False)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_changed_is_told_as_typed_json(tmp_path: Path) -> None:
     with gateway_process(tmp_path, [1]) as gateway:
         known = {"url": "http://127.0.0.1:1"}
@@ -179,6 +180,7 @@ def test_what_cannot_be_changed_is_told_as_typed_json(tmp_path: Path) -> None:
         assert "Traceback" not in gateway.said.read_text()
 
 
+@pytest.mark.slow
 def test_the_admin_key_is_asked_for_changes_too(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("an-admin-key")
