@@ -166,6 +166,9 @@ FILLED = {
     "out": "new/fleet.key",
     "plan placement workers": "owner holds=1K",
     "gateway workers": "http://127.0.0.1:1",
+    "store new-key file": "new/medium.key",
+    "store adopt source": "store",
+    "store adopt into": "new",
     "directory rebuild address": "tcp://127.0.0.1:1",  # else it waits as long as it is told
 }
 """A right value for each required parameter, by name, or by command and name."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 
@@ -15,6 +18,8 @@ from ownerserve.cli.failures import REPORT, told
 
 DEFECT = 70
 """Exit code for a defect of ours (EX_SOFTWARE of sysexits.h)."""
+AGAIN_S = 0.05
+"""A Ctrl-C that was dropped comes again after this."""
 
 # name -> (module that defines `command`, one-line help shown without importing it)
 COMMANDS = {
@@ -78,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ours, which keeps its traceback.
     """
     try:
-        cli.main(arguments, prog_name="ownerserve", standalone_mode=False)
+        with every_interrupt():
+            cli.main(arguments, prog_name="ownerserve", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(130)
@@ -90,6 +96,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except Exception as error:  # noqa: BLE001 - the root of the process
         sys.exit(_told(error))
+
+
+@contextmanager
+def every_interrupt() -> Iterator[None]:
+    """Let no Ctrl-C be lost: where Python drops it, as one that comes amid a finalizer or a fork's
+    hook, it is sent again."""
+    former = sys.unraisablehook
+
+    def dropped(unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_type is None or not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            former(unraisable)
+            return
+        again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), signal.SIGINT))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        sys.unraisablehook = former
 
 
 def _one_line(error: click.ClickException) -> str:

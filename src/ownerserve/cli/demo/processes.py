@@ -20,6 +20,8 @@ from types import TracebackType
 from ownerserve.kv.errors import PeerLost
 
 PR_SET_PDEATHSIG = 1
+BEGIN_S = 300.0
+"""A process that imports torch is ready in seconds; beside many others at work, in minutes."""
 STOP_S = 10.0
 GATEWAY_ARGUMENTS = (
     *("--prefill-ms", "0.3", "--hot-ms", "300", "--cool-s", "2"),
@@ -100,17 +102,17 @@ class DemoFleet:
     def start(self, worker_arguments: Sequence[str], workers: int, policy: str) -> None:
         """Start the directory, workers that own, then the gateway over them. Raises PeerLost."""
         directory = self._spawn("directory", ["directory", "serve", "--port", "0", "--new-fleet"])
-        [self.directory_url] = directory.wait_ready(30)
+        [self.directory_url] = directory.wait_ready(BEGIN_S)
         asking = ("--directory", self.directory_url)
         pending = [
             self._spawn(f"worker-{i}", [*worker_arguments, *asking, "--worker-id", f"worker-{i}"])
             for i in range(workers)
         ]
-        self.worker_urls = [child.wait_ready(120)[0] for child in pending]
+        self.worker_urls = [child.wait_ready(BEGIN_S)[0] for child in pending]
         over = [part for url in self.worker_urls for part in ("--worker", url)]
         options = ("--policy", policy, *GATEWAY_ARGUMENTS, *asking)
         gateway = self._spawn("gateway", ["gateway", *FREE_PORTS, *options, *over])
-        self.gateway_url, self.admin_url = gateway.wait_ready(30)
+        self.gateway_url, self.admin_url = gateway.wait_ready(BEGIN_S)
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
         child = Child(name, arguments, self._folder)
