@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import pytest
 
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.kv.units import GIB
+from ownerserve.kv.wire.inventory import Lost
+from ownerserve.node.ownership.inventory import Held
+from ownerserve.router.messages import Gone, Reported
+from ownerserve.router.state import RouterState
 from ownerserve.sim.config.setup import Links, SimSetup, Tiers
 from ownerserve.sim.fleet.fleet import SimFleet
-from ownerserve.sim.fleet.told import InventoryReaders
+from ownerserve.sim.fleet.told import ResidencyNews
 from ownerserve.sim.metrics.rows import ACTIONS, SERVED
+from ownerserve.sim.timeline.heap import Heap
 from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
 
 DISKS = Tiers(disk_bytes=256 * GIB)
@@ -46,9 +55,49 @@ def test_a_turn_is_sent_to_load_what_its_worker_holds_below_the_device() -> None
 
 
 def test_cut_the_wire_and_nobody_is() -> None:
-    with patch.object(InventoryReaders, "look", lambda self, now: None):
+    with patch.object(ResidencyNews, "join", lambda self, worker: None):
         fleet = run(ready(agents(10, 6, seed=5), small()))
     assert told_and_cached(fleet) == (0, 0)
+
+
+@pytest.mark.parametrize("tiers", [Tiers(), DISKS])
+@pytest.mark.parametrize("news_ms", [0.0, 50.0, 500.0])
+def test_each_word_is_heard_so_long_after_it_was_said(news_ms: float, tiers: Tiers) -> None:
+    wanted = msgspec.structs.replace(small(news_ms=news_ms), tiers=tiers)
+    said: Counter[tuple[float, str, str]] = Counter()
+    heard: Counter[tuple[float, str, str]] = Counter()
+    handle = RouterState.handle
+
+    def hears(router: RouterState, event: Any, now: float) -> Any:
+        if isinstance(event, Gone | Reported) and event.prefix_hash is None:
+            assert event.session is not None
+            heard[round(now - news_ms / 1e3, 6), event.session, event.tier.value] += 1
+        return handle(router, event, now)
+
+    with patch.object(RouterState, "handle", hears):
+        built = ready(agents(10, 6, seed=5), wanted)
+        heap = built.heap
+        for worker in built.fleet.workers:
+            worker.machine.node.inventory.watch(partial(_note, said, heap))
+        run(built)
+    ended = {key for key in said if key[0] >= heap.now - news_ms / 1e3 - 1e-6}
+    assert len(said) > 100
+    assert heard == Counter({key: n for key, n in said.items() if key not in ended})
+
+
+def _note(said: Counter[tuple[float, str, str]], heap: Heap, word: Held | Lost) -> None:
+    said[round(heap.now, 6), word.session, word.tier] += 1
+
+
+def test_without_news_the_router_hears_of_no_loss() -> None:
+    fleet = run(ready(agents(10, 6, seed=5), small(news_ms=None)))
+    assert told_and_cached(fleet) == (0, 0)
+
+
+@pytest.mark.parametrize("news_ms", [-1.0, float("nan"), float("inf")])
+def test_a_delay_that_is_none_is_refused_by_name(news_ms: float) -> None:
+    with pytest.raises(InvalidInput, match="news_ms"):
+        SimSetup(news_ms=news_ms)
 
 
 def test_the_next_life_of_a_worker_tells_what_its_disk_holds() -> None:

@@ -33,6 +33,7 @@ from ownerserve.sim.engine.pace import Pace, load_pace, load_pace_file
 from ownerserve.sim.fleet.admission import SimAdmissionQueue
 from ownerserve.sim.fleet.fleet import SimFleet
 from ownerserve.sim.fleet.ownership import SimOwnership
+from ownerserve.sim.fleet.told import ResidencyNews
 from ownerserve.sim.injector import Injector
 from ownerserve.sim.oracle.horizon import PARTS, Foresight, NextUse
 from ownerserve.sim.oracle.infinite import FreeTransfer
@@ -121,6 +122,8 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     fleet = SimFleet(
         heap, workload, router, ownership=ownership, transfers=transfers, hot_ms=settings.hot_ms
     )
+    if setup.news_ms is not None:
+        fleet.news = ResidencyNews(heap, router.handle, delay_s=setup.news_ms / 1000.0)
     if setup.oracle in PARTS:
         knows = PARTS[setup.oracle]
         fleet.foresight = Foresight(workload, fleet.workers, router, knows=knows)

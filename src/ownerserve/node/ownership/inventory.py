@@ -115,10 +115,17 @@ class Inventory:
         self._has_kept, self._gone_kept = has_kept, gone_kept
         self._has: OrderedDict[_Key, Held] = OrderedDict()
         self._gone: OrderedDict[_Key, Lost] = OrderedDict()
+        self._watchers: list[Callable[[Word], object]] = []
 
     def __len__(self) -> int:
         """Return how many extents are held."""
         return len(self._has)
+
+    def watch(self, watcher: Callable[[Word], object]) -> None:
+        """Call `watcher` with each word from now on, as it is said and on the thread that says it:
+        it must neither wait nor raise."""
+        with self._lock:
+            self._watchers.append(watcher)
 
     def tokens(self, session_id: SessionId, tier: Tier) -> int:
         """Return how many of the session's first tokens are told to be in `tier`; 0: nothing."""
@@ -156,12 +163,17 @@ class Inventory:
         ):
             return
         self.last += 1
-        self._has[key] = replace(word, number=self.last)
+        self._has[key] = word = replace(word, number=self.last)
         self._has.move_to_end(key)
         self._gone.pop(key, None)
+        self._tell(word)
         if len(self._has) > self._has_kept:
             name, place = next(iter(self._has))
             self.gone(SessionId(name), Tier(place))
+
+    def _tell(self, word: Word) -> None:
+        for watcher in self._watchers:
+            watcher(word)
 
     def gone(self, session_id: SessionId, tier: Tier) -> None:
         """Say that nothing of the session is in `tier`; not news when nothing was."""
@@ -170,7 +182,8 @@ class Inventory:
             if self._has.pop(key, None) is None:
                 return
             self.last += 1
-            self._gone[key] = Lost(self.last, session_id, tier.value)
+            self._gone[key] = word = Lost(self.last, session_id, tier.value)
+            self._tell(word)
             if len(self._gone) > self._gone_kept:
                 _, oldest = self._gone.popitem(last=False)
                 self._floor = oldest.number

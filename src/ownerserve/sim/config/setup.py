@@ -6,6 +6,7 @@ Owns every setting of a simulated fleet and its unit, once. `run` builds from it
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -75,6 +76,8 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     hot_ms, cool_s    T_hot and T_cool; None: derived from the pace (router.settings)
     sample_s          how often load is sampled for heat maps and indices
     directory_ms      to the ownership directory and back
+    news_ms           after so long the router hears what came to or went from any tier of a worker;
+                      None: never (routing.md, residency news)
     faults            what breaks, and when
     """
 
@@ -96,6 +99,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     cool_s: float | None = None
     sample_s: float = 10.0
     directory_ms: float = 1.0
+    news_ms: float | None = 50.0
     links: Links = Links()
     tiers: Tiers = Tiers()
     shape: WorkloadShape = WorkloadShape()
@@ -124,6 +128,8 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("transfer_s", "sample_s"):
             if getattr(self, field) <= 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")
+        if self.news_ms is not None and not 0 <= self.news_ms < inf:
+            raise InvalidInput("news_ms", f"{self.news_ms}", "use 0 or more, or None for no news")
         disks = self.workers if self.tiers.disk_bytes else 0
         faults.check(self.faults, workers=self.workers, disks=disks)
 

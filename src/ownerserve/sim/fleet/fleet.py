@@ -47,7 +47,7 @@ from ownerserve.sim.fleet.accounts import Accounts, LiveTurn
 from ownerserve.sim.fleet.admission import SimAdmissionQueue
 from ownerserve.sim.fleet.claims import Claims
 from ownerserve.sim.fleet.ownership import SimOwnership
-from ownerserve.sim.fleet.told import InventoryReaders
+from ownerserve.sim.fleet.told import ResidencyNews
 from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.rows import NO_WORKER, Rows, TurnRow
 from ownerserve.sim.oracle.horizon import Foresight
@@ -91,11 +91,12 @@ class SimFleet:
         self.admission = SimAdmissionQueue(heap, AdmissionQueue(None), router.sessions)
         self.foresight: Foresight | None = None
         """An oracle that is told what turns do, and knows when they come back."""
+        self.news: ResidencyNews | None = None
+        """What carries to the router what workers say that they hold; None: it hears no word."""
         self.router = router
         self._heap = heap
         self._workload = workload
         self._transfers = transfers
-        self._told = InventoryReaders(self.workers, router.handle)
         self._accounts = Accounts(self.workers, self.counters, hot_ms=hot_ms)
         self._live: dict[TurnId, LiveTurn] = {}
         self._apart: dict[TurnId, LiveTurn] = {}
@@ -119,6 +120,8 @@ class SimFleet:
         up = WorkerUp(worker.name, incarnation=worker.incarnation, profile=profile)
         self.router.handle(up, now)
         self.ownership.lives(worker.unit, now)
+        if self.news is not None:
+            self.news.join(worker)
 
     def down(self, worker: SimWorker, now: float) -> None:
         """Let a worker die.
@@ -170,7 +173,6 @@ class SimFleet:
         arrive = Arrive(
             turn.name, turn.prompt_tokens * BYTES_PER_TOKEN, None, turn.parent, shared_bytes
         )
-        self._told.look(now)
         owner = self._owner(turn.name)
         if owner is not None:
             row.owner, row.owner_wait_ms = owner.order, owner.queue_ms
