@@ -59,3 +59,19 @@ def test_nothing_is_found_once_the_weights_may_be_others(rig: Rig, store: Path) 
     restored = next_life.generate(prompt)
     assert restored.cached == 699 // B * B, "what the checkpoint's weights computed"
     oracle.assert_same("qwen3", rig.cold("qwen3", prompt), restored)
+
+
+def test_what_was_computed_over_former_weights_cache_is_not_found_once_that_is_reset(
+    rig: Rig, store: Path
+) -> None:
+    """vLLM goes on by its own cache until somebody resets it, which no connector is told of: what
+    is computed and stored until then is of both weights."""
+    prompt = tiny.prompt(700, seed=144)
+    worker = rig.worker("qwen3", connectors.ours(store))
+    worker.generate(prompt[:400])
+    settle(worker)
+    worker.hook("reload_weights")
+    assert worker.generate(prompt).cached == 400 // B * B, "vLLM's own, from before"
+    settle(worker)
+    assert asked_again(worker, prompt) == 0
+    assert asked_again(worker, prompt) == 699 // B * B, "of the new weights alone"

@@ -13,6 +13,7 @@ from ownerserve.cache.outcomes import Match, Replay, RestorablePoint
 from ownerserve.engines.vllm.replay.replays import ReplayLengths, Replays, ResumeAt
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice
 from ownerserve.engines.vllm.scheduler_side.resuming import Resuming
+from ownerserve.engines.vllm.scheduler_side.scheduler import HASHED_WITHIN_S
 from ownerserve.engines.vllm.turns.prompts import HashedPrompt
 from ownerserve.engines.vllm.turns.turn import TrackedRequest
 from ownerserve.engines.vllm.worker_commands import Tables
@@ -125,22 +126,61 @@ def test_other_records_than_were_asked_for_are_no_state_of_the_prompt() -> None:
     play.end()
 
 
-@pytest.mark.parametrize("given_up_by", ["switch_off", "reset"])
+@pytest.mark.parametrize("given_up_by", ["switch_off", "reset", "abort"])
 def test_workers_are_told_of_loads_that_nobody_waits_for(given_up_by: str) -> None:
     """A rank of the two has ended its part: the other one's is dropped, and ends as a failure."""
-    play, _ = loading(ranks=2)
+    play, request = loading(ranks=2)
     bring(play, "")
     (operation_id,) = play.engine.ranks[1].loading
     if given_up_by == "switch_off":
         play.engine.side.switch_off()
-    else:
+    elif given_up_by == "reset":
         play.engine.reset()
+    else:
+        play.abort(request)
     play.schedule()
     assert play.scheduler.in_flight[-1].commands.drops == (operation_id,)
     play.answer(accepted=0)
     play.finish()
     play.end()
     assert (play.seen["good loads"], play.seen["failed loads"]) == (0, 1)
+
+
+# ---- prompts that another thread hashes
+
+
+def unhashed() -> tuple[Play, FakeRequest]:
+    """An engine core, and a request that waits until its prompt is hashed."""
+    play = Play(Setup("dense", 1, "full", ROOM, hashed_at_once=8), drafts=0, ahead=False)
+    request = play.arrive(PROMPT, max_tokens=9)
+    play.schedule()
+    play.answer(accepted=0)
+    assert request.status.name == "WAITING"
+    return play, request
+
+
+def test_a_prompt_that_is_hashed_too_late_runs_without_us_to_its_end() -> None:
+    """Though the hashes come while it runs: of a turn that began without them nothing is kept."""
+    play, request = unhashed()
+    play.clock.now += HASHED_WITHIN_S
+    play.schedule()
+    play.answer(accepted=0)
+    assert request.num_computed_tokens
+    status = play.engine.side.status()
+    assert (status["bypassed_hashed_late"], status["turns"]) == (1, 0)
+    play.look_up()
+    play.finish()
+    play.end()
+    assert not play.engine.oracle.asked_for
+
+
+def test_a_prompt_that_is_hashed_in_time_is_looked_for_and_kept() -> None:
+    play, _ = unhashed()
+    play.clock.now += HASHED_WITHIN_S - 1.0
+    play.finish()
+    play.end()
+    assert "bypassed_hashed_late" not in play.engine.side.status()
+    assert play.engine.oracle.told["kept"]
 
 
 # ---- where full attention has more than windows

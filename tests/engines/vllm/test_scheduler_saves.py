@@ -87,6 +87,24 @@ def test_a_preempted_request_is_looked_for_and_loads_what_it_had_stored() -> Non
     assert play.seen["good loads"] == 1
 
 
+def test_a_request_that_is_here_when_weights_change_is_kept_no_more() -> None:
+    """vLLM has what it computed before in its cache still: preempted and admitted anew, the request
+    goes on from there, and what it has then is of no one weights."""
+    play = play_of("dense")
+    request = play.arrive(list(range(30)), max_tokens=9)
+    play.look_up()
+    play.schedule()
+    play.answer(accepted=0)
+    play.change_weights()
+    asked_for = set(play.engine.oracle.asked_for)
+    play.forget_cache()  # it can't: blocks are held until they are copied
+    assert request.num_preemptions == 1
+    assert play.pool.get_cached_block(request.block_hashes[0], [0])
+    play.finish()
+    play.end()
+    assert play.engine.oracle.asked_for == asked_for
+
+
 def test_blocks_are_free_once_they_are_copied_whatever_the_drive_does() -> None:
     play = play_of("dense", ranks=2)
     play.arrive(list(range(30)), max_tokens=9)

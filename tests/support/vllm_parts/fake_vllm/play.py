@@ -86,6 +86,13 @@ class Play:
         self.engine.reset()
         self.check()
 
+    def change_weights(self) -> None:
+        """A call to vLLM's workers that may change the weights: the connector alone is reset. The
+        workers compute on as before, which is not what the new weights' names say."""
+        self.engine.oracle.new_weights()
+        self.engine.reset()
+        self.check()
+
     def _resets(self) -> bool:
         """Reset vLLM's own cache, where it can be asked to; where it raises, since blocks are still
         held, all that ran is preempted nevertheless, amid its steps it may be."""
