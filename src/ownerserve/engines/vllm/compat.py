@@ -253,6 +253,14 @@ def prefix_cache_of(pool: Any) -> object:
     return pool.cached_block_hash_to_block
 
 
+def is_untouched(pool: Any) -> bool:
+    """Return whether no block of the pool is in use, and none is cached."""
+    return (
+        not len(pool.cached_block_hash_to_block)
+        and int(pool.get_num_free_blocks()) == int(pool.num_gpu_blocks) - 1
+    )
+
+
 def cached_block(pool: Any, request: Any, group: int, *, end: int) -> int:
     """Return the id of the block in which the pool has, for a KV cache group, the request's tokens
     that end with token `end`, a whole block's; 0: it has none.

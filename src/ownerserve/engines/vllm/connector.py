@@ -32,6 +32,7 @@ from ownerserve.engines.vllm.build import (
     worker_side,
 )
 from ownerserve.engines.vllm.replay.padding import SlotPadding, padded_blocks
+from ownerserve.engines.vllm.scheduler_side.former_cache import FormerCache
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
 from ownerserve.engines.vllm.stats import OwnerServeProm, OwnerServeStats
 from ownerserve.engines.vllm.weights import WorkerCall, may_change
@@ -71,6 +72,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
         super().__init__(vllm_config, role, kv_cache_config)
         parts = ConnectorParts(vllm_config, kv_cache_config)
         self._parts = parts
+        self._former = FormerCache()
         self._scheduler = scheduler_side(parts) if role is KVConnectorRole.SCHEDULER else None
         self._hears_calls = self._scheduler is not None and compat.hear_worker_calls(
             vllm_config, self._workers_called
@@ -171,14 +173,17 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._side.bind(kv_cache_manager.block_pool, kv_cache_manager)
+        self._former.bind(kv_cache_manager.block_pool)
 
     def on_new_request(self, request: Any) -> None:
+        self._safely(self._forget_former, None)
         self._safely(lambda: self._side.arrived(request), None)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         nothing: tuple[int | None, bool] = (0, False)
+        self._safely(self._forget_former, None)
         return self._safely(lambda: self._side.matched(request, num_computed_tokens), nothing)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -235,7 +240,7 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
     def reset_cache(self) -> bool:
         """Go on knowing nothing of vLLM's blocks. What is stored keeps its name while the weights
         are known to be the same; else nothing stored bears the name from now on."""
-        if not self._hears_calls:
+        if not self._hears_calls or self._former.has_ended():
             self._parts.forget_weights()
         self._side.reset(self._parts.state(self._parts.name))
         return True
@@ -246,7 +251,14 @@ class OwnerServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc
             what = call.method or "a function"
             log.info("what is stored is not used from now on: weights may change by %s", what)
             self._parts.forget_weights()
+            self._former.weights_changed()
             self._safely(self.reset_cache, instead=True)
+
+    def _forget_former(self) -> None:
+        """Go on under another name where vLLM has reset what was cached as the weights changed."""
+        if self._former.has_ended():
+            self._parts.forget_weights()
+            self._side.reset(self._parts.state(self._parts.name))
 
     def status(self) -> dict[str, int]:
         """Return counters and what is under way, for probes and tests."""
