@@ -161,10 +161,10 @@ class PrefixChain:
 
     def upto(self, blocks: int) -> PrefixChain:
         """Return an independent chain of the first `blocks` full blocks."""
-        twin = PrefixChain(self.block_tokens)
+        twin = type(self)(self.block_tokens)
         if blocks:
             twin.digests = self.digests[:blocks]
-            twin._state = twin.digests[-1]
+            twin._state = twin.digests[-1]  # noqa: SLF001 - its own kind
         return twin
 
     def tip(self) -> PrefixHash:
@@ -202,9 +202,11 @@ class HashedPrefix:
 
     __slots__ = ("_block_bytes", "_chain", "_source")
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, *, chain: type[PrefixChain] = PrefixChain) -> None:
+        """`chain` makes the digests: where tokens name their prefix by themselves (the simulator)
+        nothing is hashed."""
         self._source: Packed = b""
-        self._chain = PrefixChain(block_tokens)
+        self._chain = chain(block_tokens)
         self._block_bytes = self._chain.block_tokens * TOKEN_BYTES
 
     @property

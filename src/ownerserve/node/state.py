@@ -82,7 +82,7 @@ class NodeState:
         self.cache = cache
         self.costs = costs
         self.operations = Operations()
-        self.chains = Chains(cache.layout.block_tokens, block_bytes=cache.layout.packed_block_bytes)
+        self.chains = Chains.of(names)
         self.walks = Walks(cache)
         self.restores = Restores(
             OwnDevice(cache, self.walks),

@@ -20,7 +20,7 @@ coarse one, since this runs at every turn's end and cost is flat around the best
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from math import erf, exp, inf, log, sqrt
 from statistics import NormalDist
 
@@ -35,6 +35,8 @@ MEMORY_GAPS = 16
 PRIOR_GAPS = 3.0
 """What the population counts for, in observed gaps."""
 MIN_GAP_S = 1e-3
+PLANS_KEPT = 16_384
+"""Plans by what they follow from, which callers round: all workers of a process ask alike."""
 _NORMAL = NormalDist()
 _DEVIATIONS = tuple(-2.6 + 0.25 * i for i in range(21))
 """Where to look, in deviations of ln G. Coarse, and far down: just before a tool that is always as
@@ -170,6 +172,7 @@ def can_prefetch(abilities: Abilities) -> bool:
     return abilities.can_insert or abilities.landing_tier is Tier.HOST
 
 
+@lru_cache(PLANS_KEPT)
 def plan_gap(gap: Gap, costs: GapCosts, abilities: Abilities) -> GapPlan:
     """Decide when to spill and when to fetch back, by expected cost."""
     hold_cost = costs.hold_ms_per_s * gap.mean_until(costs.ttl_s)
@@ -194,7 +197,8 @@ def plan_gap(gap: Gap, costs: GapCosts, abilities: Abilities) -> GapPlan:
     return GapPlan(spill_after_s, fetch_after_s, best_ms, hold_cost)
 
 
-def prefetch_after_s(gap: Gap, costs: GapCosts, shares: Sequence[float]) -> float | None:
+@lru_cache(PLANS_KEPT)
+def prefetch_after_s(gap: Gap, costs: GapCosts, shares: tuple[float, ...]) -> float | None:
     """Decide when to fetch back what is gone already: done just as one of `shares` of the gaps end.
     None when loading on demand is as good.
     """

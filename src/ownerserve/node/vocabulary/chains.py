@@ -25,13 +25,13 @@ from ownerserve.kv.prefix import (
     TOKEN_BYTES,
     HashedPrefix,
     Packed,
+    PrefixChain,
     PrefixSalt,
     digests_behind,
-    hash_prefix,
     pack,
     unpack,
 )
-from ownerserve.node.vocabulary.records import Digests
+from ownerserve.node.vocabulary.records import Digests, RecordNames
 
 HASHED_SESSIONS = 256
 
@@ -51,10 +51,26 @@ class Chains:
     """`Chains` keeps the prefix digests of the sessions seen last, HASHED_SESSIONS of them; the one
     unused for longest is forgotten first."""
 
-    def __init__(self, block_tokens: int, *, block_bytes: int) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        block_bytes: int,
+        chain: type[PrefixChain] = PrefixChain,
+    ) -> None:
+        """`chain` makes the digests of a prefix (HashedPrefix)."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
+        self._chain = chain
         self._known: OrderedDict[SessionId, HashedPrefix] = OrderedDict()
+
+    @classmethod
+    def of(cls, names: RecordNames) -> Chains:
+        """Return chains of the prefixes whose records `names` names."""
+        layout = names.layout
+        return cls(
+            layout.block_tokens, block_bytes=layout.packed_block_bytes, chain=names.chain_maker
+        )
 
     def tokens(self, session_id: SessionId) -> Packed:
         """Return the whole blocks of the session, packed, as it was last seen; empty when it is not
@@ -81,7 +97,7 @@ class Chains:
             known = self._known.get(session_id)
             if known is not None and known.digest_of(tokens) is not None:
                 return known.digests[: len(tokens) // self._block_bytes]
-        return hash_prefix(tokens, self._block_tokens)
+        return self._chain(self._block_tokens).extend(tokens)
 
     def digests(self, tokens: Packed, session_id: SessionId | None) -> Digests:
         """Return the digests of all full blocks of `tokens` and remember them for the session. The
@@ -102,7 +118,7 @@ class Chains:
         if made is not None and not (known is not None and known.follow(made)):
             known = made
         if known is None:
-            known = HashedPrefix(self._block_tokens)
+            known = HashedPrefix(self._block_tokens, chain=self._chain)
         if not known.grow(tokens):
             known = known.branch(tokens)
         if session_id is not None:

@@ -17,7 +17,7 @@ A session's `Tip` says which records to look for to know whether the session sti
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import msgspec
 
@@ -25,7 +25,14 @@ from ownerserve.cache.layout import Component, Layout
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.frame import ITEM_BYTES, PayloadPart
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.prefix import ArtifactIds, ArtifactKey, Identity, PointKey, RangeKey
+from ownerserve.kv.prefix import (
+    ArtifactIds,
+    ArtifactKey,
+    Identity,
+    PointKey,
+    PrefixChain,
+    RangeKey,
+)
 from ownerserve.kv.specs import Coverage
 from ownerserve.store.format.convert import ByteOrder, PayloadLayout
 from ownerserve.store.format.model import ID_BYTES, SHARED, Meta, meta_of
@@ -173,6 +180,10 @@ class RecordNames:
     """`RecordNames` makes the ids and metadata of records under one identity, layout and grid of
     cells."""
 
+    id_maker: ClassVar[type[ArtifactIds]] = ArtifactIds
+    chain_maker: ClassVar[type[PrefixChain]] = PrefixChain
+    """What names records, and the prefixes that they are of."""
+
     def __init__(
         self,
         identity: Identity,
@@ -199,7 +210,7 @@ class RecordNames:
         self._descriptors = descriptors(named, parts or {}, form=engine)
         self._engine = engine
         digest = identity.digest()
-        self._ids = {c.name: ArtifactIds(digest, c.name) for c in components}
+        self._ids = {c.name: self.id_maker(digest, c.name) for c in components}
         self._places: dict[str, list[bytes]] = {name: [] for name in self._ids}
         self.tenant = identity.tenant_salt if any(identity.tenant_salt) else SHARED
         self._slot_bytes = {c.name: c.slot_bytes for c in components}
@@ -214,7 +225,7 @@ class RecordNames:
         if not tenant:
             return self
         identity = msgspec.structs.replace(self.identity, tenant_salt=tenant)
-        return RecordNames(
+        return type(self)(
             identity,
             self.layout,
             engine=self._engine,

@@ -52,7 +52,7 @@ from ownerserve.node.vocabulary.events import (
     StoreCopy,
     Tick,
 )
-from ownerserve.node.vocabulary.records import RecordNames, Tip
+from ownerserve.node.vocabulary.records import Tip
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.plan.cost.model import CostModel
@@ -62,6 +62,7 @@ from ownerserve.plan.restore import Planner
 from ownerserve.sim.storage.layout import UnitModel, unit_defaults, unit_policy
 from ownerserve.sim.storage.store import AlreadyKept, PendingRead, Room, SimStore, TierCopy
 from ownerserve.sim.storage.stored import LostRecords, held_units, located
+from ownerserve.sim.storage.unit_names import UnitNames
 from ownerserve.sim.timeline.media import Duplex, in_series
 from ownerserve.store.format.model import MissReason
 
@@ -113,9 +114,7 @@ def make_node(
     label = "the simulator's own media and pace"
     prices = unit_defaults(prefill, media, unit_tokens=model.unit_tokens, label=label)
     costs = CostModel(prices)
-    names = RecordNames(
-        model.identity(), model.layout, engine="sim/1", blocks=settings.record_blocks
-    )
+    names = UnitNames(model.identity(), model.layout, engine="sim/1", blocks=settings.record_blocks)
     return NodeState(
         cache,
         names,
