@@ -54,7 +54,7 @@ class System(NamedTuple):
     policy: str
 
 
-OURS = System("ours", "ours", "cost-aware")
+OURS = System("ours", "ours", "cost")
 OTHERS = (
     System("pinned slots", "ours", "pinned-slot"),
     System("SGLang RadixCache, LRU", "sglang", "lru"),

@@ -118,6 +118,20 @@ def test_a_fold_changes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert means[0] == pytest.approx(means[1], rel=0.005)
 
 
+def test_the_eviction_order_that_is_named_is_the_one_that_evicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("--sessions", "6", "--workers", "1", "--kv", "40GB", "--policy", "sticky")
+    found = {}
+    for order in ("lru", "pinned-slot"):
+        path = tmp_path / f"{order}.json"
+        inside(monkeypatch, *small, "--jobs", "1", "--evict", order, "--json", str(path))
+        found[order] = json.loads(path.read_text())["policies"]["sticky"]
+    assert found["lru"]["error_rate"] < found["pinned-slot"]["error_rate"], (
+        "idle sessions lock the pool"
+    )
+
+
 def test_faults_are_performed(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = simulate(*SMALL, "--faults", "death:w0@5+20,directory@3+9", "--json", str(path))

@@ -158,7 +158,7 @@ CONTRARY: dict[str, dict[str, Any]] = {
     "001-eviction": {
         "* pinned-slot": {"error_rate": 0.0},
         "* session slot": {"direct_share": 0.9},
-        "* cost-aware": {"pressure": {"evictions": 300, "evicted_tokens": 9e6}},
+        "* cost": {"pressure": {"evictions": 300, "evicted_tokens": 9e6}},
     },
     "002-f1": {
         "ear, * no tools": {"makespan_s": 3000.0},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 from msgspec.structs import replace
 
+from ownerserve.cache.policies import DEFAULT_EVICTION, SERVED_EVICTIONS
 from ownerserve.cli.options import PORT, SEED, Finite, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
 from ownerserve.directory.opening import opener_of
@@ -171,6 +172,14 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     type=Finite(min=0),
     help="Interval at which the store drops what is past its TTL and compacts; 0: never.",
+)
+@click.option(
+    "--evict",
+    type=click.Choice(SERVED_EVICTIONS),
+    default=DEFAULT_EVICTION,
+    show_default=True,
+    help="What goes first when device memory is short (docs/cache.md): cost is what is cheapest to"
+    " bring back, lru what was used longest ago, fifo what came first.",
 )
 @click.option(
     "--evict-below",
@@ -381,6 +390,7 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
         remote_key_file=remote_key if isinstance(remote_key, Path) else None,
         write=DEFAULT_WRITE if flags["write"] is None else str(flags["write"]),
         node=NodeSettings(spill_after_s=None if spill_after is None else float(str(spill_after))),
+        evict=str(flags["evict"]),
         watermarks=Watermarks(low, high),
         checkpoints=str(flags["checkpoints"]),
         store_limits=_store_limits(flags, sizes),
@@ -417,6 +427,7 @@ def _report(url: str, worker: HfWorker, options: WorkerOptions) -> dict[str, obj
         "kv_bytes": options.kv_bytes,
         "slots": worker.sizes.slots,
         "state_slots": worker.sizes.state_slots,
+        "evict": options.evict,
         "sequence_tokens": worker.facts.sequence_tokens,
         "store": None if options.store is None else str(options.store),
         "host_cache_bytes": options.host_cache_bytes,

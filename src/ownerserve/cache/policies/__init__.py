@@ -27,4 +27,10 @@ EVICTION_POLICIES: dict[str, type[EvictionPolicy]] = {
         TailLatency,
     )
 }
-"""Every policy by its name; the default is CostAware."""
+"""Every policy by its name."""
+
+DEFAULT_EVICTION = CostAware.name
+SERVED_EVICTIONS = tuple(
+    name for name, policy in EVICTION_POLICIES.items() if not policy.pins_idle_sessions
+)
+"""The policies under which a worker may serve: all but the baseline that can deadlock."""

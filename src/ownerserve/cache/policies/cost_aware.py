@@ -37,7 +37,7 @@ class CostAware(EvictionPolicy):
     (docs/evidence/cache.md): a tail that was dear once outlived sessions that came back.
     """
 
-    name: ClassVar[str] = "cost-aware"
+    name: ClassVar[str] = "cost"
 
     def __init__(
         self, *, ms_per_token: float = MS_PER_TOKEN, context_tokens: float = CONTEXT_TOKENS

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ownerserve.cache.policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ownerserve.cli.options import FACTOR, SEED, SESSIONS, Finite
 from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.cli.simulation.runners import runner_of, runner_options
@@ -87,6 +88,13 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
 )
 @click.option("--paces", "lists_paces", is_flag=True, help="List the shipped paces and leave.")
 @click.option("--kv", metavar="SIZE", help="Device memory for state of a worker.  [the GPU's]")
+@click.option(
+    "--evict",
+    type=click.Choice(list(EVICTION_POLICIES)),
+    default=DEFAULT_EVICTION,
+    show_default=True,
+    help="What goes first when device memory is short; pinned-slot is the baseline that can lock.",
+)
 @click.option("--host", default="0", show_default=True, metavar="SIZE", help="Host cache.")
 @click.option("--disk", default="0", show_default=True, metavar="SIZE", help="SSD of a worker.")
 @click.option("--remote", default="0", show_default=True, metavar="SIZE", help="Shared store.")
@@ -233,6 +241,7 @@ def _setup(policy: str, given: dict[str, Any]) -> SimSetup:
         prefill_workers=prefill if policy in PD else 0,
         pace=given["pace"],
         kv_bytes=_size(given, "kv"),
+        cache_policy=given["evict"],
         abilities=given["abilities"],
         links=Links(nic_gb_s=given["nic"]),
         tiers=Tiers(

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.cache.policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ownerserve.cache.pools.budget import PoolSizes, share_memory
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.directory.opening import opener_of
@@ -55,10 +56,10 @@ CHUNK_BLOCKS = 16
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`WorkerOptions` say what a worker is made from. `block_tokens` and `chunk_tokens` None: the
-    model's default. `checkpoints` names a policy (node.retention). `worker_id` is what the worker
-    calls itself, unlike any other in its fleet. `directory` is where it asks whose the sessions are
-    (directory.opening), with `fleet_key` where the directory wants keys; None: the worker owns
-    none.
+    model's default. `checkpoints` names a policy (node.retention), `evict` one of cache.policies.
+    `worker_id` is what the worker calls itself, unlike any other in its fleet. `directory` is where
+    it asks whose the sessions are (directory.opening), with `fleet_key` where the directory wants
+    keys; None: the worker owns none.
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
     writes to them as `write` says (node.storage.media); without, it keeps state on the device only.
@@ -82,6 +83,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     remote_key_file: Path | None = None
     write: str = DEFAULT_WRITE
     node: NodeSettings = NodeSettings()
+    evict: str = DEFAULT_EVICTION
     watermarks: Watermarks = Watermarks()
     checkpoints: str = "turn-end"
     store_limits: StoreLimits = StoreLimits()
@@ -114,7 +116,8 @@ def build_worker(options: WorkerOptions) -> HfWorker:
     )
     sizes = share_memory(runner.layout, options.kv_bytes, max_running=options.max_running)
     runner.allocate(sizes.slots, sizes.state_slots)
-    cache = HeteroCache(runner.layout, sizes.slots, sizes.state_slots)
+    order = EVICTION_POLICIES[options.evict]
+    cache = HeteroCache(runner.layout, sizes.slots, sizes.state_slots, order())
     cache.pressure.watermarks = options.watermarks
     limits = _limits(options, runner, sizes)
     facts = Facts(

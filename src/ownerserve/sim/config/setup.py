@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from ownerserve.cache.policies import DEFAULT_EVICTION
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.admission import SeatSettings
@@ -90,7 +91,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 256
     longest_fold: int = FOLD_MAX
     transfer_s: float = 30.0
-    cache_policy: str = "cost-aware"
+    cache_policy: str = DEFAULT_EVICTION
     abilities: EngineAbilities = "ideal"
     oracle: Oracle = ""
     seats: SeatSettings | None = None

@@ -33,7 +33,7 @@ class SlotUse(msgspec.Struct, frozen=True):
 
 class DeviceStatement(msgspec.Struct, frozen=True, kw_only=True):
     """A `DeviceStatement` tells of the reference engine's pools, for people: slots by component,
-    sessions, steps so far."""
+    sessions, steps so far, and the order of eviction (cache.policies)."""
 
     block_tokens: int
     sessions: int
@@ -41,6 +41,7 @@ class DeviceStatement(msgspec.Struct, frozen=True, kw_only=True):
     free_slots: dict[str, int]
     slot_bytes: dict[str, int]
     evictable_blocks: int
+    eviction: str
     steps: int
 
 
@@ -135,6 +136,7 @@ def worker_status(
             free_slots={name: use.free for name, use in uses.items()},
             slot_bytes=slot_bytes(cache),
             evictable_blocks=cache.occupancy.evictable_blocks(),
+            eviction=cache.policy.name,
             steps=steps,
         ),
     )

@@ -31,7 +31,7 @@ from ownerserve.sim.suites.slots import SlotNode, SlotOrder
 from ownerserve.sim.workload import Capped, Sample, WorkloadShape
 from ownerserve.trace.model import Trace
 
-BLOCKS = ("cost-aware", "session-reference", "lru")
+BLOCKS = ("cost", "session-reference", "lru")
 SLOT, PINNED = "session slot", "pinned-slot"
 ORDERS = (SLOT, *BLOCKS, PINNED)
 ENDLESS = "no eviction"
