@@ -78,7 +78,9 @@ def while_full(result: Result) -> dict[str, Any]:
     """Return some metrics of the whole run, and these of the time to the SHARE-th of its turns.
 
     `tasks_per_gpu_hour` (a turn counts as one over the turns of a session), turn latencies.
-    `first_turn_mean_s`: of all sessions' first turns, a seat's wait included.
+    `first_turn_*`: of all sessions' first turns, a seat's wait included. `session_mean_s`: from a
+    session's first arrival to its last end, of all. `held_longest_s`: how long a turn of a session
+    that has begun waited to be let in.
     """
     table = result.rows.table()
     served = np.sort(table[np.isin(table["mode"], SERVED)], order="done_s")
@@ -86,13 +88,19 @@ def while_full(result: Result) -> dict[str, Any]:
     hours = float(part["done_s"][-1] - table["arrived_s"].min()) / 3600
     turns_of_task = len(table) / len(np.unique(table["session"]))
     took_s = part["done_s"] - part["arrived_s"]
-    first = served[served["position"] == 0]
+    is_first = served["position"] == 0
+    first_s = (served["done_s"] - served["arrived_s"])[is_first]
+    held_s = (served["routed_s"] - served["arrived_s"])[~is_first]
     return {
         "window_h": hours,
         "tasks_per_gpu_hour": len(part) / turns_of_task / (hours * result.setup.workers),
         "turn_p95_s": float(np.percentile(took_s, 95)),
+        "turn_p99_s": float(np.percentile(took_s, 99)),
         "turn_mean_s": float(took_s.mean()),
-        "first_turn_mean_s": float((first["done_s"] - first["arrived_s"]).mean()),
+        "first_turn_mean_s": float(first_s.mean()),
+        "first_turn_longest_s": float(first_s.max()),
+        "held_longest_s": float(held_s.max(initial=0.0)),
+        "session_mean_s": at(result.metrics, "e2e_s.mean"),
         **{name: result.metrics[name] for name in KEPT},
     }
 
@@ -271,9 +279,11 @@ def _network(results: Results) -> Finding:
 
 COLUMNS = {
     "tasks / GPU h": WORK,
-    "turn p95 (s)": P95,
     "turn mean (s)": "turn_mean_s",
+    "turn p95 (s)": P95,
+    "turn p99 (s)": "turn_p99_s",
     "first turn, mean (s)": FIRST,
+    "session, mean (s)": "session_mean_s",
     "cached share": "cached_token_share",
     "tokens computed": "computed_tokens",
     "success": "success_rate",

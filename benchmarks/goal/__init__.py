@@ -1,0 +1,1 @@
+"""The goal's evidence: many draws, every rival (benchmarks/goal_draws.py)."""

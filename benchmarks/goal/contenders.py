@@ -1,0 +1,90 @@
+"""Who is compared: by name, with the setup that the name means.
+
+    ours                      what ships: the defaults of SimSetup and SeatSettings, seats on
+    POLICY                    a router policy (router.policies) without seats; all get the same news
+    POLICY + seats SHARE      the same, sessions inside bounded to that share of memory
+    CONTENDER, belady         the same, its evictors told when each conversation goes on
+    bound                     memory without end, links that take no time
+
+The *reference* is the best of some contenders that are told the future (REFERENCE): who does more
+work than it by over 1 % shows that it is no reference.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from goal.families import Case
+from ownerserve.router.admission import SeatSettings
+from ownerserve.sim.config.setup import PD, SimSetup
+from ownerserve.sim.oracle.infinite import infinite
+from ownerserve.sim.suites.fleet import PACE, WORKERS
+from ownerserve.sim.workload import Capped, Sample, WorkloadShape
+
+OURS, BOUND = "ours", "bound"
+SHARES = (0.8, 1.0, 1.5)
+DAY_S = 86_400.0
+"""Nobody's client hangs up here."""
+SEATS, BELADY = " + seats ", ", belady"
+
+BARE = (
+    "ownerserve",
+    "ear",
+    "sticky",
+    "ttft_gate",
+    "lmetric_gate",
+    "lmetric",
+    "kv_aware",
+    "dynamo",
+)
+MAIN = ("ownerserve", "ear", "lmetric_gate")
+"""Rivals of the short table: the others lie behind one of these in every table so far."""
+REFERENCE = tuple(
+    f"{name}{BELADY}"
+    for name in (
+        OURS,
+        "sticky + seats 1.0",
+        "lmetric_gate + seats 1.0",
+        *(f"ownerserve{SEATS}{share}" for share in SHARES),
+        "ownerserve",
+    )
+)
+
+PERTURBATIONS: tuple[dict[str, object], ...] = (
+    {},
+    {"step_tokens": 8_356},
+    {"step_tokens": 8_028},
+    {"transfer_s": 30.6},
+    {"transfer_s": 29.4},
+)
+"""Each changes a limit by 2 %, which nobody would call another fleet."""
+
+
+def rivals(which: str) -> tuple[str, ...]:
+    """Return the rivals of a table: "main" or "all", with every share of seats and without."""
+    policies = MAIN if which == "main" else BARE
+    seated = (f"{policy}{SEATS}{share}" for policy in policies for share in SHARES)
+    return (*policies, *seated)
+
+
+def setup_of(contender: str, case: Case, perturbation: int) -> SimSetup:
+    """Return the fleet of a contender in a case. Raises InvalidInput for a name that is none."""
+    shape = WorkloadShape(mode=Capped(case.lanes), sessions=Sample(case.sessions), seed=case.draw)
+    name = contender.removesuffix(BELADY)
+    policy, _, share = name.partition(SEATS)
+    if name in (OURS, BOUND):
+        policy, seats = "ownerserve", SeatSettings()
+    else:
+        seats = SeatSettings(share=float(share), patience_s=DAY_S) if share else None
+    setup = SimSetup(
+        policy=policy,
+        workers=WORKERS,
+        prefill_workers=WORKERS // 2 if policy in PD else 0,
+        pace=PACE,
+        kv_bytes=case.kv_bytes,
+        seats=seats,
+        shape=shape,
+        oracle="horizon" if contender.endswith(BELADY) else "",
+    )
+    setup = msgspec.structs.replace(setup, **PERTURBATIONS[perturbation])
+    return infinite(setup) if contender == BOUND else setup

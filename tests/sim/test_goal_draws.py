@@ -1,0 +1,140 @@
+"""The goal's evidence over many draws (benchmarks/goal): intervals, resuming, who beats whom."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from goal import tables  # noqa: E402
+from goal.cells import Cell, had  # noqa: E402
+from goal.contenders import BELADY, BOUND, OURS, REFERENCE, rivals, setup_of  # noqa: E402
+from goal.families import FAMILIES, Sources, cases, drawn_anew  # noqa: E402
+from goal.paired import paired  # noqa: E402
+from ownerserve.report.page import Verdict  # noqa: E402
+from ownerserve.sim.suites.base import Scale  # noqa: E402
+
+SAME = {
+    "turn_mean_s": 5.0,
+    "turn_p95_s": 20.0,
+    "turn_p99_s": 40.0,
+    "first_turn_mean_s": 30.0,
+    "session_mean_s": 900.0,
+    "held_longest_s": 10.0,
+    "network_kv_bytes": 1e12,
+    "avoidable_duplicate_share": 0.01,
+    "success_rate": 1.0,
+}
+
+
+def noisy(
+    mean: float, *, draws: int = 10, scatter: float = 0.05, seed: int = 0
+) -> list[list[float]]:
+    chance = random.Random(seed)
+    return [[mean * chance.lognormvariate(0.0, scatter) for _ in range(3)] for _ in range(draws)]
+
+
+def cell(contender: str, work: float, *, draw: int = 1, perturbation: int = 0) -> Cell:
+    key = f"{contender} {draw} {perturbation}"
+    metrics = {**SAME, "tasks_per_gpu_hour": work}
+    return Cell(key, "claude-code", "above", 48, contender, draw, perturbation, metrics)
+
+
+def table_of(works: dict[str, float]) -> tables.Table:
+    cells = [
+        cell(name, one, draw=draw, perturbation=number)
+        for name, work in works.items()
+        for draw, by_draw in enumerate(noisy(work, seed=len(name)))
+        for number, one in enumerate(by_draw)
+    ]
+    (found,) = tables.tables(cells)
+    return found
+
+
+def test_an_interval_holds_the_truth_and_parts_what_is_apart() -> None:
+    ahead = paired(noisy(1.2, seed=1), noisy(1.0, seed=2))
+    level = paired(noisy(1.0, seed=3), noisy(1.0, seed=4))
+    assert ahead.low > 1.05
+    assert ahead.low < 1.2 < ahead.high
+    assert level.low < 1.0 < level.high
+    assert paired(noisy(1.2, seed=1), noisy(1.0, seed=2)) == ahead
+
+
+def test_what_all_draws_share_is_no_scatter() -> None:
+    """Draws differ by far more than policies: only their ratio is looked at."""
+    sizes = [1.0, 3.0, 9.0, 27.0]
+    found = paired([[1.1 * size] for size in sizes], [[size] for size in sizes])
+    assert found.low == pytest.approx(1.1)
+    assert found.high == pytest.approx(1.1)
+
+
+def test_two_draws_show_nothing() -> None:
+    assert paired([[2.0], [2.0]], [[1.0], [1.0]]).low == 0.0
+    assert paired([[0.0]] * 5, [[1.0]] * 5).draws == 0
+
+
+def test_a_lead_holds_only_when_its_interval_clears() -> None:
+    def said(ours: float, goal: str) -> Verdict:
+        shown = table_of({OURS: ours, "ear": 6.0, "lmetric_gate + seats 1.0": 9.0})
+        return {line.goal: line.verdict for line in tables.lines(shown)}[goal]
+
+    assert said(10.5, "a: work > the best rival's + 5 %") is Verdict.HOLDS
+    assert said(9.5, "a: work > the best rival's + 5 %") is not Verdict.HOLDS
+    assert said(9.5, "a: work >= the best rival's - 2 %") is Verdict.HOLDS
+    assert said(7.0, "a: work >= the best rival's - 2 %") is Verdict.FAILS
+
+
+def test_who_beats_the_reference_is_named() -> None:
+    reference = f"ownerserve + seats 1.0{BELADY}"
+    assert tables.beats_reference(table_of({OURS: 8.0, "ear": 6.0, reference: 9.0})) == []
+    (said,) = tables.beats_reference(table_of({OURS: 8.0, "ear": 11.0, reference: 9.0}))
+    assert said.startswith("ear: ")
+
+
+def test_every_contender_is_a_setup() -> None:
+    trace = drawn_anew(1, scale=Scale.QUICK)
+    (case,) = cases("drawn", trace, 1, loads=["above"], scale=Scale.QUICK)
+    names = (OURS, *rivals("all"), *REFERENCE, BOUND)
+    assert len(set(names)) == len(names)
+    setups = [setup_of(name, case, number) for name in names for number in (0, 1)]
+    assert len({repr(setup) for setup in setups}) == len(setups)
+
+
+def test_a_draw_of_nobodys_sessions_is_the_same_twice_and_another_the_next_time() -> None:
+    assert drawn_anew(3, scale=Scale.QUICK) == drawn_anew(3, scale=Scale.QUICK)
+    assert drawn_anew(3, scale=Scale.QUICK) != drawn_anew(4, scale=Scale.QUICK)
+    assert set(Sources(None).families) == set(FAMILIES) - {"agentic-code"}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+    command = [
+        sys.executable, str(BENCHMARKS / "goal_draws.py"), "--quick", "--draws", "1",
+        "--only", "drawn", "knee", "--contenders", "ours", "ear", "--out", str(tmp_path),
+        "--json", str(tmp_path / "said.json"),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent / "src")}
+
+    def ran() -> str:
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+        return (tmp_path / "said.json").read_text()
+
+    said, kept = ran(), tmp_path / "cells.jsonl"
+    assert [row[0] for row in json.loads(said)["tables"][0][2]] == ["ours", "ear"]
+    first = had(kept)
+    assert len(first) == 2
+    assert ran() == said
+    assert had(kept) == first
+    whole = kept.read_bytes().rstrip(b"\n")
+    kept.write_bytes(whole[:-40])  # ended amid its second line
+    assert len(had(kept)) == 1
+    assert ran() == said
+    assert had(kept) == first
