@@ -38,6 +38,7 @@ OPEN: dict[str, frozenset[str]] = {
             "pressure",
             "residents",
             "sessions",
+            "turnover",
         }
     ),
 }

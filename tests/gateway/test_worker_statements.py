@@ -18,6 +18,7 @@ from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
 from ownerserve.kv.wire.status import (
     LoadStatement,
     ProfileStatement,
+    RefillShare,
     SpeedStatement,
     TierStatement,
     WorkerStatus,
@@ -55,6 +56,8 @@ def stated(
             kv_bytes_free=10,
             kv_bytes_evictable=80,
             kv_bytes_total=100,
+            refill_shares=(RefillShare(100, 0.25), RefillShare(400, 4.0)),
+            busy_share=0.75,
         ),
         profile=ProfileStatement(models=(model,), speed=speed, **profile),
     )
@@ -115,6 +118,18 @@ def test_a_stated_load_is_heard_and_evictable_state_fills_memory_and_makes_room(
         assert worker.incarnation == LIFE
         assert worker.occupancy == pytest.approx(0.9)
         assert worker.load.kv_bytes_free == 90
+
+    play(scenario, engines=1, states=[msgspec.json.encode(stated("m", 1.0, 1.0))])
+
+
+def test_what_refilling_it_costs_and_how_busy_it_is_are_heard_with_its_load(play: Play) -> None:
+    """40 tokens of others' prefill wait there: what they take comes before."""
+
+    async def scenario(world: World) -> None:
+        (worker,) = world.gateway.state.fleet
+        assert worker.load.busy_share == 0.75
+        found = [worker.load.refill_share(tokens) for tokens in (10, 60, 360)]
+        assert found == pytest.approx([0.25, 0.25, 4.0])
 
     play(scenario, engines=1, states=[msgspec.json.encode(stated("m", 1.0, 1.0))])
 

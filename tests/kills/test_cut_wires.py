@@ -819,6 +819,7 @@ _WORDS = (
 )
 _LIKE = f"{_STATED}::test_a_worker_that_has_measured_nothing_is_priced_as_its_like_that_has"
 _FOLLOWED = "gateway/test_releasing.py::test_the_owner_is_asked_and_its_word_is_followed"
+_SHARES = f"{_STATED}::test_what_refilling_it_costs_and_how_busy_it_is_are_heard_with_its_load"
 CUT_AS_READ: dict[str, str] = {
     "outcome published.lost": "engines/hf/test_published.py"
     "::test_a_last_copy_that_is_evicted_is_told_and_counted",
@@ -838,6 +839,8 @@ CUT_AS_READ: dict[str, str] = {
     "load kv_bytes_total": _STAMPS,
     "load kv_bytes_evictable": f"{_STATED}"
     "::test_a_stated_load_is_heard_and_evictable_state_fills_memory_and_makes_room",
+    "load refill_shares": _SHARES,
+    "load busy_share": _SHARES,
     "unit worker": _FOLLOWED,
     "unit rank": f"{_STATED}::test_an_address_whose_process_changes_its_rank_is_one_candidate",
     "unit incarnation": _PRICED,

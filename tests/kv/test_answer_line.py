@@ -17,12 +17,18 @@ from ownerserve.kv.wire.headers import (
     encode_answer_line,
     read_answer_line,
 )
-from ownerserve.kv.wire.status import LoadStatement
+from ownerserve.kv.wire.status import LoadStatement, RefillShare
 
 UNIT = RoutingUnit(WorkerId("w0"), 3, Incarnation(1_700_000_000_000_000_001))
 WHOLE = AnswerLine(
     unit=UNIT,
-    load=LoadStatement(as_of_s=1234.5, pending_prefill_tokens=9, kv_bytes_total=1 << 40),
+    load=LoadStatement(
+        as_of_s=1234.5,
+        pending_prefill_tokens=9,
+        kv_bytes_total=1 << 40,
+        refill_shares=(RefillShare(0, 0.25), RefillShare(8192, 1.5)),
+        busy_share=0.125,
+    ),
     owner=RoutingUnit(WorkerId("w1"), 0, Incarnation(7)),
     epoch=Epoch(Term(3, (1 << 48) - 1), 5),
     version=4,
@@ -50,6 +56,8 @@ def test_the_words_on_the_wire_are_these() -> None:
             "kv_bytes_free": 0,
             "kv_bytes_evictable": 0,
             "kv_bytes_total": 1 << 40,
+            "refill_shares": [[0, 0.25], [8192, 1.5]],
+            "busy_share": 0.125,
         },
         "owner": ["w1", 0, 7],
         "epoch": [[3, (1 << 48) - 1], 5],
@@ -69,7 +77,8 @@ BAD: dict[str, list[Any]] = {
     "unit": [7, "w0", ["w0", 0], ["w0", 0, "1"], ["w0", -1, 1], ["w0", 0, INCARNATION_MAX + 1],
              ["w0", 0, 0], ["w0", 0, 10**19 - 1]],
     "load": [7, {"as_of_s": -1}, {"as_of_s": 1e300}, {"as_of_s": "soon"},
-             {"running_sequences": -1}, {"kv_bytes_free": 1 << 60}],
+             {"running_sequences": -1}, {"kv_bytes_free": 1 << 60}, {"busy_share": 1.5},
+             {"refill_shares": [[0, -1]]}, {"refill_shares": [[0, 1001]]}],
     "owner": [{}, ["w0", 0, -1]],
     "epoch": [7, [1, 2, 3], [[1, 2]], [[1 << 48, 2], 3], [[1, 2], -3], [[1, 2], 1 << 70],
               [[1, 2], "x"]],

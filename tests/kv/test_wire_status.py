@@ -14,6 +14,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import (
     LoadStatement,
     ProfileStatement,
+    RefillShare,
     SpeedStatement,
     TierStatement,
     UnitStatement,
@@ -22,11 +23,13 @@ from ownerserve.kv.wire.status import (
     load_of,
     load_statement,
     read_status,
+    refill_share_at,
     unit_statement,
 )
 
 UNIT = RoutingUnit(WorkerId("own-name"), 1, Incarnation(1_700_000_000_123_456_789))
-LOAD = WorkerLoad(UNIT, 12.5, 700, 3, 2, 20, 100, 40)
+SHARES = (RefillShare(0, 0.0), RefillShare(8192, 0.5), RefillShare(32768, 2.5))
+LOAD = WorkerLoad(UNIT, 12.5, 700, 3, 2, 20, 100, 40, SHARES, 0.75)
 STATUS = WorkerStatus(
     unit=unit_statement(UNIT),
     load=load_statement(LOAD),
@@ -91,6 +94,16 @@ def test_fields_of_a_later_version_are_ignored_and_missing_ones_have_defaults() 
         ("load__waiting_sequences", 2.5),
         ("load__running_sequences", True),
         ("load__pending_prefill_tokens", "many"),
+        ("load__busy_share", 1.01),
+        ("load__busy_share", -0.5),
+        ("load__busy_share", "all"),
+        ("load__refill_shares", 0.5),
+        ("load__refill_shares", [[0, 0.5], [0, 0.6]]),
+        ("load__refill_shares", [[8192, 0.5], [0, 0.6]]),
+        ("load__refill_shares", [[0, -0.1]]),
+        ("load__refill_shares", [[0, 1e9]]),
+        ("load__refill_shares", [[-1, 0.1]]),
+        ("load__refill_shares", [[number, 0.1] for number in range(17)]),
         ("profile__kv_bytes_per_token", -5.0),
         ("profile__kv_bytes_per_token", 1e-300),
         ("profile__kv_bytes_per_token", 0.99),
@@ -119,6 +132,29 @@ def test_a_bad_value_is_refused_by_its_name_and_the_rest_stands(field: str, valu
     assert read.status is not None
     if not field.startswith("profile"):
         assert read.status.profile == STATUS.profile
+
+
+def test_a_share_that_is_not_said_is_none_and_one_that_is_refused_takes_nothing_along() -> None:
+    read = read_status(document(load__busy_share=None, load__refill_shares=None))
+    assert read.status is not None and read.problems == ()
+    assert (read.status.load.busy_share, read.status.load.refill_shares) == (None, ())
+    read = read_status(document(load__busy_share=7))
+    assert read.status is not None
+    assert read.status.load == msgspec.structs.replace(STATUS.load, busy_share=None)
+
+
+def test_a_refill_share_is_read_between_its_sizes_and_is_the_last_one_beyond() -> None:
+    """Half way from 0.5 to 2.5 the idle age is half way too: from 2 parts of what refilling takes
+    to 0.4."""
+    assert refill_share_at((), 100) is None
+    found = [refill_share_at(SHARES, tokens) for tokens in (0, 4096, 8192, 20480, 32768, 1e9)]
+    assert found == pytest.approx([0.0, 0.25, 0.5, 1 / 1.2, 2.5, 2.5])
+
+
+def test_shares_that_do_not_ascend_are_not_said_wherever_they_come_from() -> None:
+    crossed = msgspec.structs.replace(STATUS.load, refill_shares=SHARES[::-1])
+    heard = load_of(STATUS.unit, crossed, worker=UNIT.worker)
+    assert heard == msgspec.structs.replace(LOAD, refill_shares=())
 
 
 def test_a_speed_with_a_refused_time_is_no_speed_and_a_tier_without_a_rate_none() -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.fleet import room_tokens
 from ownerserve.router.policies import make_policy
+from ownerserve.router.pricing import takes_all
 from ownerserve.router.settings import Settings
 from tests.support.examples import examples
 from tests.support.router.fleets import ABLE, GIB, fleet_of, load, owned, status
@@ -53,7 +54,7 @@ def test_it_is_the_least_loaded_of_those_with_room(
         if at == 2 and gone < len(workers) - 1 and workers[gone].up:
             fleet.take_down(workers[gone].id)
         home = next(iter(candidates))
-        found = candidates.least_with_room(tokens, but=home)
+        found = candidates.least_with_room(tokens, but=home, takes=takes_all)
         others = [worker for worker in candidates if worker is not home]
         surely = [worker for worker in others if room_tokens(worker) > tokens * 2 ** (1 / 8)]
         if found is None:
@@ -71,4 +72,4 @@ def test_what_says_nothing_of_its_memory_has_room() -> None:
     home, *_, last = fleet
     load(home, pending=HOT)
     load(list(fleet)[1], pending=500)
-    assert fleet.candidates(None).least_with_room(10**9, but=home) is last
+    assert fleet.candidates(None).least_with_room(10**9, but=home, takes=takes_all) is last

@@ -41,6 +41,8 @@ def check_conservation(parts: Parts, nodes: list[Node]) -> None:
     pools, runs = parts.pools, parts.running.values()
     blocks = [slot for node in nodes for slot in node.blocks]
     require(len(blocks) == parts.tree.blocks, 1, "the tree's block count is off")
+    depths = sum(sum(range(node.start, node.end)) for node in nodes)
+    require(depths == parts.tree.depths, 1, "the sum of the blocks' depths is off")
     blocks += [slot for run in runs for slot in run.row[run.sealed :]]
     blocks += parts.ingest.block_slots()
     _check_pool(pools.blocks, blocks)

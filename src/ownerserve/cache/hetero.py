@@ -9,6 +9,7 @@ Those parts are its own: others ask its calls, or one of its public sides:
     occupancy   how full the pools are
     ingest      state from outside
     pressure    room that is made before it is short
+    turnover    what would go next, and how long it was idle
 
 Knows positions and slot numbers; must never see a tensor, read a clock or hash a known prefix.
 
@@ -57,6 +58,7 @@ from ownerserve.cache.pressure import Pressure
 from ownerserve.cache.sessions import ResidentState, Running, Sessions
 from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.prefix_tree import Node, PrefixTree, ResumeDepth, ResumePlace, Session
+from ownerserve.cache.turnover import Turnover
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
@@ -95,6 +97,7 @@ class HeteroCache:
         self.residents = ResidentState(self._tree, self.sessions, names=layout.point_names)
         self.ingest = Ingest(self._tree, self._pools, self.counters)
         self.pressure = Pressure(self._pools, self._evictor, self._running, counters=self.counters)
+        self.turnover = Turnover(self._pools, self._evictor, self.pressure)
         self._order = 0
         self._block = layout.block_tokens
         self._range_names = layout.range_names

@@ -48,7 +48,7 @@ from ownerserve.kv.wire.headers import (
     session_id_of,
 )
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.kv.wire.status import WorkerLoad, are_sound
 from ownerserve.router.messages import Answer, Dispatch
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.sessions import RoutedSession
@@ -191,6 +191,8 @@ def _status(unit: RoutingUnit, line: AnswerLine) -> WorkerLoad | None:
         kv_bytes_free=load.kv_bytes_free,
         kv_bytes_total=load.kv_bytes_total,
         kv_bytes_evictable=load.kv_bytes_evictable,
+        refill_shares=are_sound(load.refill_shares),
+        busy_share=load.busy_share,
     )
 
 

@@ -73,7 +73,8 @@ class DispatchReason(Label):
     HOT_COOLING = "hot_cooling"
     """The owner is too busy, but the session moved a short time ago: it stays."""
     HOT_NO_TARGET = "hot_no_target"
-    """The owner is too busy, but nobody else has room for the context: it stays."""
+    """The owner is too busy, but nobody else has room for the context, or could take it without
+    having to bring back soon what it displaces: it stays."""
     HOT_TOO_DEAR = "hot_too_dear"
     """The owner is too busy and another has room, but the turn there, its state brought or computed
     anew, would cost more than the wait that it spares: it stays."""

@@ -26,7 +26,8 @@ unless most of them have changed since the last one.
 The same order is kept apart by how much room each worker has. A step is an eighth of an octave of
 tokens that a worker's free memory still takes at its own bytes a token; the workers of a step stand
 in order of load. So the least loaded of all with room is found by a look at the first of each step
-above the need: some 80 steps at most, however many workers there are.
+above the need: some 80 steps at most, however many workers there are. One of whom its asker says no
+is passed over, and the next one of its step looked at: ROOMS_ASKED in all.
 
     need 100k tokens ──> steps     ... | 92k-100k | 100k-109k | 109k-119k | ...  64M | unknown
                          looked at                  (its own)       x         x    x      x
@@ -40,7 +41,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import count
+from heapq import merge
+from itertools import count, islice
 from math import inf, log2
 
 from msgspec.structs import replace
@@ -88,22 +90,11 @@ class Rooms:
         if not keys:
             del self._keys[step]
 
-    def least(self, tokens: float, *, but: Worker | None) -> int | None:
-        """Return the least key of those whose room lies in a step above that of `tokens`, leaving
-        out `but`; None when there is none."""
-        need, found = _step(tokens), None
-        home = None if but is None else self._place.get(but.order)
-        for step, keys in self._keys.items():
-            if step <= need:
-                continue
-            key = keys[0]
-            if home == (step, key):  # keys name workers: nobody else's is equal
-                if len(keys) == 1:
-                    continue
-                key = keys[1]
-            if found is None or key < found:
-                found = key
-        return found
+    def above(self, tokens: float) -> Iterator[int]:
+        """Yield the keys of those whose room lies in a step above that of `tokens`, least
+        first."""
+        need = _step(tokens)
+        return merge(*[keys for step, keys in self._keys.items() if step > need])
 
 
 def room_tokens(worker: Worker) -> float:
@@ -132,6 +123,8 @@ ALIKE = 1.1
 a few percent apart."""
 ALIKE_MAX = 16
 """Among so many it goes round."""
+ROOMS_ASKED = 16
+"""Among so many one is looked for that may be moved to."""
 RESORT_SHARE = 8
 """With more than one in so many changed, all are sorted anew."""
 
@@ -204,14 +197,19 @@ class _Order:
         alike = (key for key in keys[:ALIKE_MAX] if key < until)
         return self.by_order[min(alike, key=_but_due) & _ORDER]
 
-    def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
-        """Return the least loaded worker with room for so many tokens, leaving out `but`; None when
-        there is none."""
+    def least_with_room(
+        self, tokens: float, *, but: Worker | None, takes: Callable[[Worker], bool]
+    ) -> Worker | None:
+        """Return the least loaded worker with room for so many tokens that `takes` is true of,
+        leaving out `but`; None when there is none among the first ROOMS_ASKED."""
         self.keys()
         self._rooms.place(self._unroomed, self._key_of)
         self._unroomed.clear()
-        key = self._rooms.least(tokens, but=but)
-        return None if key is None else self.by_order[key & _ORDER]
+        for key in islice(self._rooms.above(tokens), ROOMS_ASKED):
+            worker = self.by_order[key & _ORDER]
+            if worker is not but and takes(worker):
+                return worker
+        return None
 
     def check(self) -> None:
         if self.keys() != sorted(_key(worker) for worker in self.by_order.values()):
@@ -284,10 +282,13 @@ class Candidates:
         is the turn: with the fewest there, then without a passing request for the longest."""
         return self._serving.next_in_turn()
 
-    def least_with_room(self, tokens: float, *, but: Worker | None) -> Worker | None:
-        """Return the least loaded of the workers that run turns and have room for so many tokens,
-        leaving out `but`; None when there is none."""
-        return self._serving.least_with_room(tokens, but=but)
+    def least_with_room(
+        self, tokens: float, *, but: Worker | None, takes: Callable[[Worker], bool]
+    ) -> Worker | None:
+        """Return the least loaded of the workers that run turns, have room for so many tokens and
+        of whom `takes` is true, leaving out `but`; None when there is none among the first
+        ROOMS_ASKED."""
+        return self._serving.least_with_room(tokens, but=but, takes=takes)
 
     def least_prefill(self, count: int) -> list[Worker]:
         """Return the `count` least loaded of the workers that prefill for others, least first."""

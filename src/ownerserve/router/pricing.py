@@ -364,6 +364,15 @@ _CALM, _COOLING, _STUCK, _LEAVING = HomeHeat
 STAYS_CALM: tuple[HomeHeat, Worker | None] = (_CALM, None)
 """What holds up to T_hot: `heat` need not be asked."""
 
+Takes: TypeAlias = Callable[[Worker], bool]
+"""Whether the worker may be moved to."""
+
+
+def takes_all(worker: Worker) -> bool:
+    """Return True: every worker with room may be moved to."""
+    return True
+
+
 Pressure: TypeAlias = Callable[[RoutingRequest, Worker, Candidates], float]
 """What leaving the worker could spare a turn, in ms."""
 
@@ -385,10 +394,11 @@ def heat(
     fleet: Candidates,
     settings: Settings,
     pressure: Pressure,
+    takes: Takes = takes_all,
 ) -> tuple[HomeHeat, Worker | None]:
     """Return the state of a session whose home is under a pressure over T_hot, and the worker that
     it leaves for (None: it stays)."""
-    target = least_with_room(request, home, fleet)
+    target = least_with_room(request, home, fleet, takes=takes)
     if target is None:
         return _STUCK, None
     if pressure_ms <= settings.hot_ratio * pressure(request, target, fleet):
@@ -399,12 +409,12 @@ def heat(
 
 
 def least_with_room(
-    request: RoutingRequest, home: Worker | None, fleet: Candidates
+    request: RoutingRequest, home: Worker | None, fleet: Candidates, *, takes: Takes
 ) -> Worker | None:
-    """Return the least loaded worker of all but `home` whose free memory takes the whole context;
-    None when there is none."""
+    """Return the least loaded worker of all but `home` whose free memory takes the whole context
+    and that may be moved to; None when there is none."""
     tokens = request.prompt_tokens + request.output_tokens
     least = fleet.least_one()
-    if least is not home and room_tokens(least) >= tokens:
+    if least is not home and room_tokens(least) >= tokens and takes(least):
         return least  # as a rule: the others need not be looked at
-    return fleet.least_with_room(tokens, but=home)
+    return fleet.least_with_room(tokens, but=home, takes=takes)

@@ -48,6 +48,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """... and only if that is more than so many times the target's (the relative term)."""
     cool_s: float = 51.0
     """T_cool: a session that moved for load's sake stays for so long."""
+    move_refill_share: float = 0.5
+    """A session moves only to a worker that would then spend no more of its time than this on
+    bringing back what it displaces, where the worker says so (LoadEstimate.refill_share)."""
     memory_ms_per_gib: float = 344.0
     """lambda: what a GiB of device memory newly taken costs whoever is evicted for it."""
     duplicate_ms_per_gib: float = 344.0

@@ -27,7 +27,7 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
-from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.kv.wire.status import RefillShare, WorkerLoad, refill_share_at
 from ownerserve.plan.cost.prices import Coefficients, Medium
 
 FIRST_PROMPT_TOKENS = 8192
@@ -173,13 +173,22 @@ class LoadEstimate(msgspec.Struct, gc=False):
 
     `pending_tokens` of prefill stand before a new request, for `queue_ms`. `kv_bytes_free` is what
     a new turn could have, free or evictable, and infinite where nothing is known; `occupancy` the
-    share that holds state, in use or evictable, then 0.
+    share that holds state, in use or evictable, then 0. `refill_shares` and `busy_share` are the
+    worker's last word (kv.wire.status): empty and None where it does not say.
     """
 
     pending_tokens: int = 0
     queue_ms: float = 0.0
     kv_bytes_free: float = float("inf")
     occupancy: float = 0.0
+    refill_shares: tuple[RefillShare, ...] = ()
+    busy_share: float | None = None
+
+    def refill_share(self, tokens: float) -> float | None:
+        """Return the part of its time that the worker would spend on bringing back what it
+        displaces if it took `tokens` of new state, behind what waits there; None where it does not
+        say."""
+        return refill_share_at(self.refill_shares, tokens + self.pending_tokens)
 
 
 class Watch:
@@ -374,10 +383,12 @@ class Worker:
         if stamp is None:
             total = free = self.profile.kv_bytes_total
             evictable = 0
+            load.refill_shares, load.busy_share = (), None
         else:
             total, free = stamp.kv_bytes_total, stamp.kv_bytes_free
             evictable = stamp.kv_bytes_evictable
             pending += stamp.pending_prefill_tokens
+            load.refill_shares, load.busy_share = stamp.refill_shares, stamp.busy_share
         if pending > 0:
             prefill = self.speed.prefill
             token_ms = prefill.b_ms

@@ -11,7 +11,7 @@ import pytest
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.engines.hf.engine.commands import TurnAdmission
-from ownerserve.engines.hf.metrics.status import WorkerIdentity
+from ownerserve.engines.hf.metrics.status import LoadShares, WorkerIdentity, worker_load
 from ownerserve.engines.hf.scheduling.requests import EngineRequest, Stopping
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import (
@@ -24,6 +24,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Release, Released, Reserve, Reserved, Seed
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission import RESERVED_FOR_S
 from ownerserve.node.vocabulary.chains import prefix_of
 
@@ -65,11 +66,16 @@ class Bench:
         self.now = 0.0
         self.steps = 0
         self.turn_admission = TurnAdmission(
-            self.cache, self.scheduler, WorkerIdentity("m", 1, 64), now=lambda: self.now
+            self.cache, self.scheduler, self.load, now=lambda: self.now
         )
         self.jobs: dict[TurnId, Job] = {}
         self.preempted: list[TurnId] = []
         self.numbers = 0
+
+    def load(self) -> WorkerLoad:
+        load, shares = self.scheduler.load(), LoadShares((), 0.0)
+        identity = WorkerIdentity("m", 1, 64)
+        return worker_load(identity, self.cache, load=load, shares=shares, as_of_s=self.now)
 
     def ask(self, wanted: Seed) -> Reserved | Reject:
         self.numbers += 1

@@ -132,8 +132,8 @@ def _value(kind: inspect.Type, form: str) -> Any:
             return list(cls)[-1]
         case inspect.IntType():
             return 7
-        case inspect.FloatType():
-            return 2.5
+        case inspect.FloatType(le=most):
+            return 2.5 if most is None else min(2.5, most)
         case inspect.BoolType():
             return True
         case inspect.BytesType():

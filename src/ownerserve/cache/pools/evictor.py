@@ -137,6 +137,40 @@ class Evictor:
                 need -= found[-1].blocks
         return found
 
+    def next_intervals(self, need: int, *, most: int) -> list[tuple[Node, int]]:
+        """Return the intervals that would lose their tails if `need` blocks went, in that order,
+        and the depth that each would lose all behind: those that are looked at with `most` entries
+        of the order. Evicts nothing.
+
+        As `evict_blocks` does it puts entries that are out of date where they belong now, so the
+        order is the true one, and what that costs is spared later.
+        """
+        heap, found = self._tails, list[tuple[Node, int]]()
+        looked: list[tuple[Key, int, Node]] = []
+        if self.tree.exposed:
+            self._look_at_exposed()
+        for _ in range(most):
+            if need <= 0 or not heap:
+                break
+            key, _, node = entry = heap[0]
+            if not node.is_live or key is not node.queued or node.end <= node.floor:
+                if key is node.queued:
+                    node.queued = None
+                heappop(heap)
+                continue
+            present = self._tail_key(node.stops[-1], node)
+            if present > key:
+                node.queued = present
+                heapreplace(heap, (present, self._next(), node))
+                continue
+            looked.append(entry)
+            heappop(heap)
+            found.append((node, _cold_from(node)))
+            need -= node.end - found[-1][1]
+        for entry in looked:
+            heappush(heap, entry)
+        return found
+
     def _victim(self, node: Node, need: int) -> Victim:
         """Describe up to `need` blocks of what shares the fate of the interval's last stop."""
         stop = node.stops[-1]
@@ -296,3 +330,15 @@ class Evictor:
         view.lost_tokens = (depth - self.restorable_before(stop)) * tokens
         view.freed_bytes = self._held_bytes(stop) or 1
         return self.policy.key(view)
+
+
+def _cold_from(node: Node) -> int:
+    """Return the depth behind which all of an interval goes when its last stop does: its floor, or
+    a stop that was used later, to which the heat of those behind it slides down."""
+    floor, last = node.floor, node.stops[-1]
+    for stop in reversed(node.stops):
+        if stop.depth <= floor:
+            break
+        if stop.last_s > last.last_s or stop.refs > last.refs:
+            return stop.depth
+    return floor

@@ -214,12 +214,16 @@ def _part(keys: memoryview, first: int, same: int, step: int, size: int) -> memo
 class PrefixTree:
     """A prefix tree is the tree of intervals of blocks, of `block_bytes` token bytes each."""
 
-    __slots__ = ("block_bytes", "blocks", "cooled", "exposed", "left", "protected", "root", "slid")
+    __slots__ = (
+        "block_bytes", "blocks", "cooled", "depths", "exposed", "left", "protected", "root", "slid",
+    )  # fmt: skip
 
     def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.root = Node(parent=None, start=0, keys=bytearray(), blocks=[])
         self.blocks = 0
+        self.depths = 0
+        """The sum of the depths before all blocks: what computing them attends to."""
         self.protected = 0
         self.exposed: list[Node] = []
         """Intervals for the evictor to look at; see `expose`."""
@@ -326,8 +330,10 @@ class PrefixTree:
             node = self._tip(node, depth, keys[at * size : (at + 1) * size])
             node.keys += keys[at * size :] if at else keys
             node.blocks += blocks[at:] if at else blocks
-            self.blocks += count - at
-            depth, at = depth + count - at, count
+            grown = count - at
+            self.blocks += grown
+            self.depths += grown * depth + grown * (grown - 1) // 2
+            depth, at = depth + grown, count
         return node, depth, spares
 
     def _tip(self, node: Node, depth: int, first_block: bytes) -> Node:
@@ -501,6 +507,7 @@ class PrefixTree:
         freed.blocks += blocks[first:]
         del blocks[first:]
         self.blocks -= count
+        self.depths -= count * end + count * (count - 1) // 2
         stops = node.stops
         if first and (len(stops) == 1 or stops[-2].depth < end):  # the usual: one slides, alone
             del node.keys[first * self.block_bytes :]

@@ -6,7 +6,8 @@ ignored and one that an older build does not send has a default, so that N reads
 | part | says |
 |---|---|
 | unit | worker id, data-parallel rank, incarnation |
-| load | what waits and runs, bytes of device memory for state that are free, evictable, in all |
+| load | what waits and runs, bytes of device memory for state that are free, evictable, in all; |
+| | what refilling the device costs, and how busy the engine is |
 | profile | models, role, actions, KV bytes, measured speed, tiers, RPC address |
 
 A number that is no number, negative or absurd is refused by its field's name: the field counts as
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from math import isfinite
 from typing import Annotated
 
@@ -46,11 +48,51 @@ NAMES_MAX = 1024
 """Models, actions or tiers in one record."""
 
 
+REFILL_SHARE_MAX = 1000.0
+"""Refilling would take a thousand times as long as what is there lasts: there is no room."""
+REFILL_SHARES_MAX = 16
+"""Sizes in one record."""
+
+
+class RefillShare(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A refill share is what part of a worker's time goes into bringing back what it displaces, if
+    it takes `tokens` more: the ms to bring back all state on the device by its real way back, over
+    the idle age, in ms, of what would go next. Free room and state that nobody will come back for
+    count as nothing, so 0 where the tokens fit there. It exceeds 1 where the device can't keep up.
+    """
+
+    tokens: Count
+    share: Annotated[float, msgspec.Meta(ge=0, le=REFILL_SHARE_MAX)]
+
+
+def refill_share_at(shares: Sequence[RefillShare], tokens: float) -> float | None:
+    """Return the refill share for so many tokens, beyond the stated sizes that of the last one;
+    None where none is stated. Between two sizes the idle age falls on a line, not its inverse;
+    where the smaller one has room for nothing to be displaced, the share rises on one.
+    """
+    if not shares:
+        return None
+    if tokens <= shares[0].tokens:
+        return shares[0].share
+    for low, high in pairwise(shares):
+        if tokens <= high.tokens:
+            part = (tokens - low.tokens) / (high.tokens - low.tokens)
+            if not low.share or not high.share:
+                return low.share + part * (high.share - low.share)
+            return 1.0 / ((1.0 - part) / low.share + part / high.share)
+    return shares[-1].share
+
+
+BusyShare = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
 class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
     """A worker's load as it stamps it on every answer; `as_of` is on the worker's own clock.
 
     Of the device memory for state, `kv_bytes_free` is unused now, `kv_bytes_evictable` holds state
     that nobody uses and a new turn may displace; the rest of `kv_bytes_total` is in use.
+    `refill_shares` ascend by tokens; none: the worker can't tell. `busy_share` is the part of the
+    last minute in which its engine computed, as an exponential mean; None: it can't tell.
     """
 
     unit: RoutingUnit
@@ -61,6 +103,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
     kv_bytes_free: int
     kv_bytes_total: int
     kv_bytes_evictable: int = 0
+    refill_shares: tuple[RefillShare, ...] = ()
+    busy_share: float | None = None
 
 
 class UnitStatement(msgspec.Struct, frozen=True):
@@ -81,6 +125,8 @@ class LoadStatement(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_free: Count = 0
     kv_bytes_evictable: Count = 0
     kv_bytes_total: Count = 0
+    refill_shares: tuple[RefillShare, ...] = ()
+    busy_share: BusyShare | None = None
 
 
 class SpeedStatement(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,6 +217,8 @@ def load_statement(load: WorkerLoad) -> LoadStatement:
         kv_bytes_free=load.kv_bytes_free,
         kv_bytes_evictable=load.kv_bytes_evictable,
         kv_bytes_total=load.kv_bytes_total,
+        refill_shares=load.refill_shares,
+        busy_share=load.busy_share,
     )
 
 
@@ -190,7 +238,15 @@ def load_of(unit: UnitStatement, load: LoadStatement, *, worker: WorkerId) -> Wo
         kv_bytes_free=load.kv_bytes_free,
         kv_bytes_total=load.kv_bytes_total,
         kv_bytes_evictable=load.kv_bytes_evictable,
+        refill_shares=are_sound(load.refill_shares),
+        busy_share=load.busy_share,
     )
+
+
+def are_sound(shares: tuple[RefillShare, ...]) -> tuple[RefillShare, ...]:
+    """Return the refill shares if they ascend by tokens and are not too many; else none."""
+    ascend = all(low.tokens < high.tokens for low, high in pairwise(shares))
+    return shares if ascend and len(shares) <= REFILL_SHARES_MAX else ()
 
 
 def read_status(document: bytes) -> StatusRead:
@@ -267,6 +323,25 @@ class _Fields:
         if self._found.get(name) is None:
             return None
         return self.number(name, default=0.0, most=float(COUNT_MAX)) or None
+
+    def share(self, name: str) -> float | None:
+        """Return a part of 1; None when missing or refused."""
+        value = self.number(name, default=-1.0, most=1.0)
+        return None if value < 0.0 else value
+
+    def refill_shares(self, name: str) -> tuple[RefillShare, ...]:
+        """Return pairs of tokens and share, ascending; none when missing or refused."""
+        value = self._found.get(name)
+        if value is None:
+            return ()
+        try:
+            said = msgspec.convert(value, tuple[RefillShare, ...])
+        except UNREADABLE:
+            said = ()
+        if value != [] and not are_sound(said):
+            self._refuse(name, value, 0.0)
+            return ()
+        return said
 
     def text(self, name: str, *, default: str = "") -> str:
         value = self._found.get(name)
@@ -357,6 +432,8 @@ def _load(fields: _Fields) -> LoadStatement:
         kv_bytes_free=fields.count("kv_bytes_free"),
         kv_bytes_evictable=fields.count("kv_bytes_evictable"),
         kv_bytes_total=total,
+        refill_shares=fields.refill_shares("refill_shares"),
+        busy_share=fields.share("busy_share"),
     )
 
 

@@ -5,11 +5,15 @@ less than T_hot, which is what a move costs (settings.py). Any other turn is pri
 placement actions that its class is offered (pricing.py), at the owner and, when the session may
 leave (EAR's states and brakes), at those who hold its prefix and at the target; the least total
 wins. Without an owner, the holders and the k least loaded are priced.
+
+A session leaves its home only for a worker that can take it without having to bring back soon what
+it displaces: the refill share that the worker states is a gate and no price.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.decision import (
@@ -63,6 +67,7 @@ class OwnerServe:
         home = request.home
         if home is None:
             return start(request, fleet, pricer=self._pricer, settings=self._settings)
+        takes = partial(self._takes, request)
         pressure_ms = self.pressure_ms(request, home, fleet)
         state, target = STAYS_CALM
         if pressure_ms > self._settings.hot_ms:
@@ -73,6 +78,7 @@ class OwnerServe:
                 fleet=fleet,
                 settings=self._settings,
                 pressure=self.pressure_ms,
+                takes=takes,
             )
         if state is _CALM and request.turn in _SHORT and not has_more_stored(request, home):
             option = self._pricer.local(request, home)
@@ -81,9 +87,10 @@ class OwnerServe:
             )
         workers: Iterable[Worker] = (home,)
         if target is not None:
-            workers = (home, *request.holders(fleet), target)
+            workers = (home, *filter(takes, request.holders(fleet)), target)
         elif state is _CALM and request.turn is _COLD:
-            workers = few(request, fleet, count=self._settings.candidates)
+            others = few(request, fleet, count=self._settings.candidates)
+            workers = (home, *filter(takes, others))
         ranked = rank(request, workers, pricer=self._pricer, fleet=fleet)
         best = ranked[0]
         reason = _STAYS[state]
@@ -105,6 +112,13 @@ class OwnerServe:
         prefill_ms = speed.prefill.ms(request.prompt_tokens - known, known)
         slower_ms = request.output_tokens * speed.step_ms_per_sequence
         return waits_ms + excess * (self._settings.interference * prefill_ms + slower_ms)
+
+    def _takes(self, request: RoutingRequest, worker: Worker) -> bool:
+        """Return whether the session may move to the worker: what that would displace lasts long
+        enough beside what bringing it back takes, or the worker does not say."""
+        tokens = request.prompt_tokens + request.output_tokens - request.cached_on(worker)
+        share = worker.load.refill_share(tokens)
+        return share is None or share <= self._settings.move_refill_share
 
     def _wish(
         self, request: RoutingRequest, home: Worker, target: Worker | None, best: Option

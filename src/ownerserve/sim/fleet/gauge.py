@@ -3,7 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.kv.wire.status import RefillShare, WorkerLoad
 from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.samples import WorkerSample
 from ownerserve.sim.worker.worker import SimWorker
@@ -27,7 +27,24 @@ def status(worker: SimWorker, now: float) -> WorkerLoad:
         kv_bytes_free=levels.blocks.free * worker.block_bytes,
         kv_bytes_total=worker.kv_bytes_total,
         kv_bytes_evictable=levels.evictable_blocks() * worker.block_bytes,
+        refill_shares=refill_shares(worker, now),
+        busy_share=worker.busy.read(busy_s(worker), now),
     )
+
+
+def refill_shares(worker: SimWorker, now: float) -> tuple[RefillShare, ...]:
+    """Return what taking more costs the worker; its node counts in units."""
+    unit = worker.unit_tokens
+    said = worker.machine.node.refill.shares(now)
+    return tuple([RefillShare(one.tokens * unit, one.share) for one in said])
+
+
+def busy_s(worker: SimWorker) -> float:
+    """Return how long the worker has computed in all its lives, in seconds."""
+    busy_ms = 0.0
+    for machine in worker.lives:
+        busy_ms += machine.engine.counts.busy_ms
+    return busy_ms / 1000.0
 
 
 def pending_tokens(worker: SimWorker) -> int:
@@ -41,13 +58,10 @@ def pending_tokens(worker: SimWorker) -> int:
 def sample(worker: SimWorker) -> WorkerSample:
     """Return the worker's load now, as a sample."""
     engine, blocks = worker.machine.engine, worker.machine.cache.occupancy.blocks
-    busy_ms = 0.0
-    for machine in worker.lives:
-        busy_ms += machine.engine.counts.busy_ms
     pending = pending_tokens(worker) if worker.restoring else engine.pending_tokens
     used_bytes = (blocks.capacity - blocks.free) * worker.block_bytes
     running = len(engine.decoding) + len(engine.prefilling)
-    return WorkerSample(pending, running, used_bytes, busy_ms / 1000.0)
+    return WorkerSample(pending, running, used_bytes, busy_s(worker))
 
 
 def tally(worker: SimWorker, counters: FleetCounters) -> None:

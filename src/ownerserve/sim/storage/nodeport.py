@@ -26,6 +26,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.units import GIB
 from ownerserve.node.retention.policy import policy_of
+from ownerserve.node.runtime.refill import RefillGauge
 from ownerserve.node.state import NodeState
 from ownerserve.node.vocabulary.events import (
     DropOperation,
@@ -144,6 +145,7 @@ class SimNode:
         """`started(turn, now)` is called once for each turn that arrived, also from within
         `handle`; `checkpoint(turns)` names turns to snapshot at their next boundary."""
         self.inventory = state.inventory
+        self.refill = RefillGauge(state.cache, state.inventory, state.costs)
         self.state = state
         self.store = store
         self.pcie = pcie

@@ -19,6 +19,8 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.runtime.busy import BusyMeter
+from ownerserve.node.runtime.refill import RefillGauge
 from ownerserve.node.vocabulary.events import Event, RestoreReport, TurnArrived, TurnEnded, TurnGone
 from ownerserve.plan.inputs import Backlog
 from ownerserve.sim.engine.engine import SimEngine
@@ -31,6 +33,7 @@ class WorkerNode(Protocol):
     """A worker's node brings a turn's state and keeps it when it goes: see sim.storage.nodeport."""
 
     inventory: Inventory
+    refill: RefillGauge
 
     def handle(self, event: Event, now: float) -> None:
         """Take an event in and perform what follows."""
@@ -116,6 +119,7 @@ class SimWorker:
         self._step: TimedCall | None = None
         self.machine = make(self)
         self.lives = [self.machine]
+        self.busy = BusyMeter(heap.now)
         layout = self.cache.layout
         per_block = sum(c.payload_bytes for c in layout.components if c.coverage is Coverage.RANGE)
         self.unit_bytes = per_block / layout.block_tokens

@@ -27,7 +27,7 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import Snapshot
-from ownerserve.engines.hf.metrics.status import HfStatus, WorkerIdentity, worker_load
+from ownerserve.engines.hf.metrics.status import HfStatus
 from ownerserve.engines.hf.scheduling.requests import (
     EngineRequest,
     RequestFailed,
@@ -186,14 +186,15 @@ class TurnAdmission:
         self,
         cache: HeteroCache,
         scheduler: Scheduler,
-        identity: WorkerIdentity,
+        load: Callable[[], WorkerLoad],
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`load` tells the worker's load when it is asked for over RPC."""
         self.admission = Admission(cache.sessions)
         self._cache = cache
         self._scheduler = scheduler
-        self._identity = identity
+        self._load = load
         self._now = now
         self._block = cache.layout.block_tokens
         self._orders = count(1)
@@ -285,11 +286,6 @@ class TurnAdmission:
             queued_tokens=load.queued_blocks * self._block,
             capacity_tokens=self._cache.occupancy.blocks.capacity * self._block,
             block_tokens=self._block,
-        )
-
-    def _load(self) -> WorkerLoad:
-        return worker_load(
-            self._identity, self._cache, load=self._scheduler.load(), as_of_s=time.time()
         )
 
 

@@ -39,6 +39,7 @@ from ownerserve.engines.hf.engine.commands import (
 from ownerserve.engines.hf.metrics.prometheus import WorkerMetrics
 from ownerserve.engines.hf.metrics.status import (
     HfStatus,
+    LoadShares,
     WorkerIdentity,
     worker_load,
     worker_profile,
@@ -88,6 +89,8 @@ from ownerserve.kv.wire.rpc import (
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.ownership import Owning, SessionLeft, TurnCame, TurnLeft, Unowned
+from ownerserve.node.runtime.busy import BusyMeter
+from ownerserve.node.runtime.refill import RefillGauge
 from ownerserve.node.vocabulary.chains import KnownSessions, PromptPrefix, prefix_of
 
 # ---- taking turns in
@@ -236,7 +239,7 @@ class StepLoop:
         self._restoring: Restoring = WithoutNode(cache, scheduler)
         self._measuring = SchedulerObserver(self._restoring.calibration)
         self._intake = IntakeClock(metrics.taken_in)
-        self._turn_admission = TurnAdmission(cache, scheduler, identity)
+        self._turn_admission = TurnAdmission(cache, scheduler, self._load)
         self.ownership: Owning = Unowned()
         self._known = KnownSessions(cache.layout.block_tokens)
         self._live: dict[str, _Live] = {}
@@ -245,6 +248,9 @@ class StepLoop:
         self._over: list[SessionId] = []
         """Sessions whose last turn ends with the present step."""
         self._steps = 0
+        self._computed_s = 0.0
+        self._busy = BusyMeter(time.monotonic())
+        self._refill = self._refill_gauge()
         self.latest = self._load()
         self.step_s = 0.0
         """What the last step took."""
@@ -257,6 +263,10 @@ class StepLoop:
         """Serve with a node beside the engine; call it before `run`."""
         self._restoring = restoring
         self._measuring = SchedulerObserver(restoring.calibration)
+        self._refill = self._refill_gauge()
+
+    def _refill_gauge(self) -> RefillGauge:
+        return RefillGauge(self._cache, self._restoring.inventory, self._measuring.costs)
 
     @property
     def inventory(self) -> Inventory:
@@ -405,8 +415,14 @@ class StepLoop:
             self.latest = self._load()
 
     def _load(self) -> WorkerLoad:
+        now = time.monotonic()
+        shares = LoadShares(self._refill.shares(now), self._busy.read(self._computed_s, now))
         return worker_load(
-            self._identity, self._cache, load=self._scheduler.load(), as_of_s=time.time()
+            self._identity,
+            self._cache,
+            load=self._scheduler.load(),
+            shares=shares,
+            as_of_s=time.time(),
         )
 
     def _status(self) -> HfStatus:
@@ -438,6 +454,7 @@ class StepLoop:
         self._restoring.ended(ended)
         self._steps += 1
         self.step_s = time.monotonic() - started_s
+        self._computed_s += self.step_s
         self.latest = self._load()
         took_s = time.monotonic() - started_s
         self._measuring.stepped(plan, took_s * 1e3)

@@ -15,6 +15,7 @@ from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.status import (
     ProfileStatement,
+    RefillShare,
     WorkerLoad,
     WorkerStatus,
     load_statement,
@@ -83,8 +84,21 @@ def slot_bytes(cache: HeteroCache) -> dict[str, int]:
     return {**sizes, cache.occupancy.states.name: cache.layout.state_bytes}
 
 
+class LoadShares(msgspec.Struct, frozen=True):
+    """`LoadShares` are the parts of a worker's time that it states with its load: what refilling
+    the device would take, and what its engine computed lately."""
+
+    refill: tuple[RefillShare, ...]
+    busy: float
+
+
 def worker_load(
-    identity: WorkerIdentity, cache: HeteroCache, *, load: SchedulerLoad, as_of_s: float
+    identity: WorkerIdentity,
+    cache: HeteroCache,
+    *,
+    load: SchedulerLoad,
+    shares: LoadShares,
+    as_of_s: float,
 ) -> WorkerLoad:
     """Return the load that answers are stamped with. Bytes are those of range blocks: they are what
     runs short."""
@@ -99,6 +113,8 @@ def worker_load(
         kv_bytes_free=blocks.free * block_bytes,
         kv_bytes_total=blocks.capacity * block_bytes,
         kv_bytes_evictable=cache.occupancy.evictable_blocks() * block_bytes,
+        refill_shares=shares.refill,
+        busy_share=shares.busy,
     )
 
 
