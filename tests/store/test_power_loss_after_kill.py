@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.errors import InvalidInput, OwnerServeError
 from ownerserve.store.disk import reclaim
 from ownerserve.store.format import segment as segment_module
@@ -208,6 +209,48 @@ def test_a_shared_record_that_the_killed_node_unlinked_is_purged(clock, tmp_path
         assert open_shared(place, clock).find([meta(number).id]) == {}
 
 
+def killed_before_the_name_of(
+    blob: str, clock: ManualClock, tmp_path: Path, patch: pytest.MonkeyPatch
+) -> States:
+    """The first node of a medium was killed before it had synced the name of a blob: those below
+    `blob`. Another one is then to store the same record."""
+    shared, home = open_shared(tmp_path / "home", clock), tmp_path / "killed"
+    real = blobs.sync_directory
+
+    def killed(folder: Path) -> None:
+        if blob in folder.parts and not home.exists() and any(map(Path.is_file, folder.iterdir())):
+            shutil.copytree(tmp_path / "home", home)
+        real(folder)
+
+    patch.setattr(blobs, "sync_directory", killed)
+    assert isinstance(put(shared, meta(6), payload(6)), WriteDone)
+    (named,) = (path for path in home.rglob(f"{blob}/**/*") if path.is_file())
+    script = OPEN + "from tests.support.power.artifacts import meta, payload\n"
+    script += "put(open_shared(home, clock), meta(6), payload(6))"
+    return States(Killed(named=[str(named.relative_to(home))]), script, tmp_path)
+
+
+def test_a_shared_record_that_is_said_to_be_stored_stands(clock, tmp_path, monkeypatch):
+    states = killed_before_the_name_of("records", clock, tmp_path, monkeypatch)
+
+    def check(place: Path) -> None:
+        assert isinstance(open_shared(place, clock).read([Want(meta(6).id)]), ReadHit)
+
+    holds_but_without("remote._stands", states, States.at_the_end, check)
+
+
+def test_a_medium_keeps_to_the_key_of_a_killed_node(clock, tmp_path, monkeypatch):
+    states = killed_before_the_name_of("key", clock, tmp_path, monkeypatch)
+
+    def check(place: Path) -> None:
+        medium = DirectoryBlobs(place / "shared" / "new" / "medium")
+        other = RemoteTier("shared", medium, clock=clock, keys=Keys(b"another key".ljust(32)))
+        with pytest.raises(InvalidInput):
+            other.agree()
+
+    holds_but_without("blobs.settle < agreement.agree", states, States.at_the_end, check)
+
+
 def test_a_new_store_opens_wherever_its_making_was_cut(open_disk, tmp_path):
     states = States(Killed(), OPEN_DISK + "tier.close()", tmp_path)
 
@@ -246,4 +289,4 @@ def test_a_medium_keeps_to_its_key(clock, tmp_path):
             other.agree()
         assert isinstance(open_shared(place, clock).read([Want(meta(6).id)]), ReadHit)
 
-    holds_but_without("agreement.agree", states, States.at_the_end, check)
+    holds_but_without("put_new < agreement.agree", states, States.at_the_end, check)

@@ -70,6 +70,11 @@ class FaultyBlobs:
     def put_new(self, key: str, data: memoryview) -> None:
         self._write(self.blobs.put_new, key, data)
 
+    def settle(self, key: str) -> None:
+        self.blobs.settle(key)
+        if self._strikes("late"):
+            raise TimeoutError(errno.ETIMEDOUT, "no answer", key)
+
     def _write(self, write: Callable[[str, memoryview], None], key: str, data: memoryview) -> None:
         if self._strikes("full"):
             raise OSError(errno.ENOSPC, "no space", key)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tests.support.power import trace
 from tests.support.power.recording import Recording, assert_same
-from tests.support.power.trace import Event, Make, Sync, Unlink, Write
+from tests.support.power.trace import Event, Make, Name, Sync, Unlink, Write
 
 KILLED = "before the lives"
 _NAMED = """
@@ -22,12 +22,13 @@ Teller(Path({notes!r})).name_syncs()
 
 class Killed(NamedTuple):
     """What a killed process had asked of the disk and not synced, by paths below its home: of a
-    file in `tails` all but so many bytes, of one in `made` also its name, and that those of `gone`
-    are unlinked, which held these bytes.
+    file in `tails` all but so many bytes, of one in `made` also its name, of one in `named` no more
+    than that, and that those of `gone` are unlinked, which held these bytes.
     """
 
     tails: Mapping[str, int] = {}
     made: Sequence[str] = ()
+    named: Sequence[str] = ()
     gone: Mapping[str, bytes] = {}
 
 
@@ -39,6 +40,12 @@ def recorded(home: Path, script: str, log: Path, *, killed: Killed) -> tuple[Rec
     pending: list[Event] = []
     for path in sorted(home.rglob("*")):
         name = str(path.relative_to(home))
+        if name in killed.named:
+            written = f"{path}.written"
+            events.append(Make(written, is_folder=False))
+            _stand(Path(written), path.read_bytes(), events)
+            pending += [Name(written, str(path), is_link=True), Unlink(written)]
+            continue
         is_new = name in killed.made
         (pending if is_new else events).append(Make(str(path), is_folder=path.is_dir()))
         if path.is_file():

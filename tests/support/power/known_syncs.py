@@ -74,6 +74,10 @@ DIRECTED = {
     " and no segment says what it said: nothing opens",
     "blobs._write < blobs.put_new < agreement.agree": "the medium's fingerprint is empty: whoever"
     " comes first with another key shuts out those who have the right one",
+    _NAME + "blobs.settle < agreement.agree": "the medium's fingerprint, whose writer was killed:"
+    " whoever comes first with another key is let in",
+    _NAME + "blobs.settle < remote._stands": "a record that is said to be stored, and whose writer"
+    " was killed",
     _NAME + "recover.sync_names < recover.scan": "the name of a segment whose maker was killed,"
     " with the records that went in it since",
 }

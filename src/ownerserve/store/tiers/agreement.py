@@ -34,6 +34,8 @@ def agree(blobs: Blobs, own: bytes, name: str) -> None:
             blobs.put(KEY_PRINT, memoryview(own + _crc(own)))
             found = own
     if (found or b"") == own:
+        if own:
+            blobs.settle(KEY_PRINT)
         return
     there = found.hex()[:_SHOWN] if found else "none"
     given = f"the key {own.hex()[:_SHOWN]}" if own else "no key"

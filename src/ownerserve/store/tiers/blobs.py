@@ -45,6 +45,12 @@ class Blobs(Protocol):
         """
         ...
 
+    def settle(self, key: str) -> None:
+        """Make a blob that is there as durable as one that is written now: its writer may have died
+        before that.
+        """
+        ...
+
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
         """Read from `offset`; returns the bytes read, fewer than asked at the blob's end."""
         ...
@@ -88,6 +94,12 @@ class DirectoryBlobs:
     def put_new(self, key: str, data: memoryview) -> None:
         """Write a blob only if there is none. Raises FileExistsError where there is one."""
         self._write(key, data, _link)
+
+    def settle(self, key: str) -> None:
+        """Make the name of a blob that is there durable; its bytes were before it had one."""
+        folder = self._path(key).parent
+        self._keep_folder(folder)
+        sync_directory(folder)
 
     def _write(self, key: str, data: memoryview, publish: Callable[[Path, Path], object]) -> None:
         path = self._path(key)

@@ -253,7 +253,7 @@ class RemoteTier:
         if reason is not None:
             return self._refuse(reason, meta.id)
         if self.find([meta.id]):
-            return AlreadyStored(meta.id)
+            return self._stands(meta.id)
         seal = self._keys.for_write(meta.tenant)
         assert seal is not None
         head, total = record_room(meta, payload_bytes, seal)
@@ -315,7 +315,7 @@ class RemoteTier:
             self._catalogue.write(meta, len(record))
             self._blobs.put_new(record_key(meta.id), record)
         except FileExistsError:
-            return AlreadyStored(meta.id)  # another node was first; its catalogue entry is as long
+            return self._stands(meta.id)  # another node was first; its catalogue entry is as long
         except Backpressure:
             return self._refuse(RefusalReason.BUSY, meta.id)
         except OSError as error:
@@ -326,6 +326,18 @@ class RemoteTier:
         self.suspects.clear(meta.id)
         self.counters["stored"] += 1
         return WriteDone(meta.id, len(record))
+
+    def _stands(self, id_: bytes) -> AlreadyStored | WriteRefused:
+        """Answer for a record that another node wrote, once it is durable."""
+        try:
+            self._blobs.settle(record_key(id_))
+        except Backpressure:
+            return self._refuse(RefusalReason.BUSY, id_)
+        except OSError as error:
+            self.counters["io_errors"] += 1
+            self.health.failed(error, self._clock.now())
+            return self._refuse(RefusalReason.IO_ERROR, id_)
+        return AlreadyStored(id_)
 
     def abort(self, reservation: Reservation) -> None:
         """Give a reservation up; nothing of it was written."""

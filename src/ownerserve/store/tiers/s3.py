@@ -124,6 +124,9 @@ class S3Blobs:
             return 0  # out of reach now: `tidy` comes again
         return 1
 
+    def settle(self, key: str) -> None:
+        """Do nothing: an object is durable once it is there."""
+
     def get_into(self, key: str, offset: int, into: memoryview) -> int:
         """Read from `offset`; return the bytes read, fewer than asked at the blob's end."""
         end = offset + len(into) - 1
