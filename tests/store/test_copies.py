@@ -70,16 +70,16 @@ def test_a_bad_read_of_a_former_copy_does_not_touch_the_present_one(open_disk, s
     assert tier.usage() == before
 
 
-def sparse_store(open_disk, samples):
-    """Two full segments and the open one, a record alive in each."""
+def sparse_store(open_disk, samples, alive=1):
+    """Two full segments and the open one, `alive` records alive in each."""
     tier = open_disk()
     for segment in range(3):
         for number in range(5 if segment < 2 else 2):
             name = (segment, number)
             put(tier, samples.meta(name), samples.payload(name, 200_000))
-    gone = [(s, n) for s in range(3) for n in range(1, 5)]
+    gone = [(s, n) for s in range(3) for n in range(alive, 5)]
     tier.remove([samples.meta(name).id for name in gone])
-    assert [entry.segment for entry in tier.core.index.walk()] == [1, 2, 3]
+    assert [entry.segment for entry in tier.core.index.walk()][::alive] == [1, 2, 3]
     return tier
 
 
@@ -101,6 +101,46 @@ def test_a_compaction_does_not_carry_a_rotten_record_on(open_disk, samples):
     assert tier.core.counters["quarantined"] == 1
     assert samples.read(tier, (0, 0)) == "absent"
     assert samples.read(tier, (1, 0)) == [samples.payload((1, 0), 200_000)]
+
+
+@pytest.mark.parametrize("found_by", ["a read", "the compaction"])
+def test_what_is_put_aside_stands_for_its_week(open_disk, samples, clock, found_by):
+    """Compaction dropped its segment, bytes and mention of it."""
+    tier = sparse_store(open_disk, samples)
+    put(tier, samples.meta("beside"), samples.payload("beside"))
+    bad = samples.meta((0, 0)).id
+    place = tier.core.index.get(bad)
+    rotten(tier, bad)
+    if found_by == "a read":
+        assert samples.read(tier, (0, 0)) == "corrupt"
+    for _ in range(2):
+        collect(tier.core, BufferPool(), share=0.9)
+        clock.advance(3 * 86400.0)
+    assert 1 in tier.core.home.segment_numbers()
+    (kept,) = tier.core.index.quarantined()
+    assert (kept.id, kept.span.offset) == (bad, place.offset)
+    data = segment_path(tier.core.home.directory, 1).read_bytes()[place.offset :]
+    assert samples.payload((0, 0), 200_000)[1000:2000] in data[: place.stored_bytes]
+    tier.close()
+    tier = open_disk()
+    assert [one.id for one in tier.core.index.quarantined()] == [bad]
+    clock.advance(2 * 86400.0)
+    assert collect(tier.core, BufferPool(), share=0.9).quarantine_released == 1
+    assert 1 not in tier.core.home.segment_numbers()
+
+
+def test_what_moved_out_of_a_segment_that_stands_leaves_no_copy(open_disk, samples):
+    """Else it would come back with the next index that is made anew."""
+    tier = sparse_store(open_disk, samples, alive=2)
+    rotten(tier, samples.meta((0, 0)).id)
+    beside = samples.meta((0, 1))
+    collect(tier.core, BufferPool(), share=0.9)
+    assert 1 in tier.core.home.segment_numbers()
+    assert tier.core.index.get(beside.id).segment > 1
+    data = samples.payload((0, 1), 200_000)
+    assert on_disk(tier).count(data) == 1
+    tier.remove([beside.id])
+    assert data not in on_disk(tier)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fdatasync"])

@@ -283,6 +283,65 @@ def test_what_is_no_store_or_can_t_be_read_is_told(tmp_path, readable):
     assert b"let this user read all of it" in done.stderr
 
 
+READING = """
+import sys, time
+from pathlib import Path
+from ownerserve.store.disk.snapshot import DeadStore
+store = DeadStore(Path(sys.argv[1]))
+print("open", flush=True)
+time.sleep(3600)
+"""
+
+
+def reading(store: Path, temporary: Path) -> subprocess.Popen[bytes]:
+    """A process that has the dead store open."""
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READING, str(store)],
+        env=importing() | {"TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+    )
+    assert reader.stdout is not None and reader.stdout.readline() == b"open\n"
+    return reader
+
+
+def test_what_killed_readers_left_goes_when_another_one_opens_a_store(
+    dead, samples, monkeypatch, tmp_path
+):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    readers = []
+    try:
+        readers.append(reading(dead, temporary))
+        (left,) = temporary.iterdir()
+        assert (left / "index.sqlite").stat().st_size > 0
+        readers.append(reading(dead, temporary))
+        (living,) = set(temporary.iterdir()) - {left}
+        readers[0].kill()
+        readers[0].wait()
+        assert left.exists()
+        store = DeadStore(dead)
+        assert not left.exists() and (living / "index.sqlite").exists()
+        assert all_read(store, samples)
+        store.close()
+        assert list(temporary.iterdir()) == [living]
+    finally:
+        for reader in readers:
+            with reader:
+                reader.kill()
+
+
+def test_a_link_and_a_file_that_are_named_so_are_left_alone(dead, monkeypatch, tmp_path):
+    temporary, elsewhere = tmp_path / "temporary", tmp_path / "elsewhere"
+    temporary.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    (temporary / "ownerserve-index-link").symlink_to(elsewhere)
+    (temporary / "ownerserve-index-file").touch()
+    DeadStore(dead).close()
+    assert elsewhere.is_dir() and len(list(temporary.iterdir())) == 2
+
+
 def test_nothing_is_left_in_the_temporary_folder(dead, monkeypatch, tmp_path):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))

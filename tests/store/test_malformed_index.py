@@ -206,6 +206,33 @@ def test_a_row_that_points_at_another_record_harms_neither(open_disk, samples, f
     assert samples.read(tier, 59, 60) == [samples.payload(n, SIZE) for n in (59, 60)]
 
 
+WRONG_PLACES = {
+    "another's": "offset = (SELECT offset FROM records WHERE sequence = 60)",
+    "within another": "offset = 4096 + (SELECT offset FROM records WHERE sequence = 60)",
+    "the next one's too": "stored = 2 * stored",
+    "none": "offset = offset + 5",
+}
+
+
+@pytest.mark.parametrize("place", WRONG_PLACES)
+def test_the_removal_of_a_row_with_a_wrong_place_erases_no_other(open_disk, samples, filled, place):
+    """It punched its hole where the row said, unseen."""
+    connection = sqlite3.connect(filled / "index.sqlite")
+    connection.execute(f"UPDATE records SET {WRONG_PLACES[place]} WHERE sequence = 61")
+    connection.commit()
+    connection.close()
+    tier = open_disk(filled, limits=ROOMY)
+    assert tier.remove([samples.meta(60).id]) == 1
+    others = [number for number in range(RECORDS) if number != 60]
+    assert samples.read(tier, *others) == [samples.payload(n, SIZE) for n in others]
+    tier.close()
+    for path in filled.glob("index.sqlite*"):
+        path.unlink()
+    again = open_disk(filled, limits=ROOMY)
+    assert samples.read(again, 60) == "absent", "its own place was erased"
+    assert samples.read(again, *others) == [samples.payload(n, SIZE) for n in others]
+
+
 def test_who_reads_beside_the_writer_goes_over_to_the_index_made_anew(samples, running):
     """A scheduler process looks into the store for as long as its engine runs."""
     snapshot = StoreSnapshot(running.core.home.directory)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ownerserve.store.disk.reclaim import span
 from ownerserve.store.disk.scan import records
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format import header as header_module
@@ -142,7 +141,7 @@ def test_removal_cut_short_is_finished(open_disk, samples, tmp_path):
     put(tier, samples.meta(1), samples.payload(1))
     put(tier, samples.meta(2), samples.payload(2))
     entry = tier.core.index.get(samples.meta(1).id)
-    tier.core.index.apply(Change(remove=[entry], doom=[span(entry)]))
+    tier.core.index.apply(Change(remove=[entry], doom=[entry.span]))
     again = open_disk(crash(tier, tmp_path / "crashed"))
     assert samples.read(again, 1) == "absent"
     assert samples.read(again, 2) == [samples.payload(2)]

@@ -214,13 +214,16 @@ def record(
 def tell(
     appender: Appender, index: IndexWriter, done: Appended, *, instead_of: Sequence[IndexEntry] = ()
 ) -> None:
-    """Tell the index what is durable: the second half of a commit. Raises IndexFailed.
+    """Tell the index what is durable: the second half of a commit. What stands `instead_of` it is
+    doomed from then on. Raises IndexFailed.
 
     When it can't be told, the segment takes no more records, so that its known end stays before
     these: the next open finds them there.
     """
     try:
-        index.apply(Change(remove=instead_of, add=done.entries, segments=done.segments))
+        doom = [entry.span for entry in instead_of]
+        change = Change(remove=instead_of, add=done.entries, segments=done.segments, doom=doom)
+        index.apply(change)
     except IndexFailed:
         appender.retire()
         raise

@@ -4,9 +4,10 @@ Each step leaves the index true if the process dies after it:
 
     remove   index: row gone, span doomed -> hole punched -> index: span no longer doomed
     drop     index: segment DROPPED -> file unlinked -> index: segment forgotten
-    compact  copies durable -> index: rows point to the copies -> drop
+    compact  copies durable -> index: rows point to the copies, the old ones doomed -> drop
 
-What dies in between is finished at the next open (`recover`).
+What dies in between is finished at the next open (`recover`). A segment that holds what was put
+aside stands until that is released; what was moved out of it is erased.
 """
 
 from __future__ import annotations
@@ -23,11 +24,19 @@ from ownerserve.kv.units import MIB
 from ownerserve.store.disk.append import Appender, RecordDraft, record
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.read import OnBad, OpenSegments, read_all
-from ownerserve.store.format.header import decode
+from ownerserve.store.disk.scan import header_at
+from ownerserve.store.format.header import BLOCK, decode
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.format.segment import Segment, segment_path
 from ownerserve.store.format.verify import NoKey, check_meta, check_place, open_chunks, open_header
-from ownerserve.store.index.reader import Change, IndexEntry, SegmentRow, SegmentSpan, SegmentState
+from ownerserve.store.index.reader import (
+    Change,
+    DamagedIndex,
+    IndexEntry,
+    SegmentRow,
+    SegmentSpan,
+    SegmentState,
+)
 from ownerserve.store.index.writer import IndexWriter
 from ownerserve.store.tiers.buffers import BufferSource
 
@@ -36,18 +45,15 @@ _COPY_BYTES = 32 * MIB
 
 
 def sparse(rows: Iterable[SegmentRow], share: float = SPARSE_SHARE) -> list[SegmentRow]:
-    """Return the full segments of which less than `share` is alive, emptiest first. Pure."""
+    """Return the full segments of which less than `share` is alive, and something is, emptiest
+    first. Pure.
+    """
     found = [
         row
         for row in rows
-        if row.state is SegmentState.FULL and row.live_bytes < share * row.size_bytes
+        if row.state is SegmentState.FULL and 0 < row.live_bytes < share * row.size_bytes
     ]
     return sorted(found, key=lambda row: row.live_bytes)
-
-
-def span(entry: IndexEntry) -> SegmentSpan:
-    """Return the span of bytes that an entry occupies."""
-    return SegmentSpan(entry.segment, entry.offset, entry.stored_bytes)
 
 
 class Reclaimer:
@@ -63,11 +69,32 @@ class Reclaimer:
 
     def remove(self, entries: Sequence[IndexEntry]) -> None:
         """Remove records: they are unreadable at once, and their space is given back, after
-        `drop_empty` at latest.
+        `drop_empty` at latest. Raises DamagedIndex, and removes none, where something else lies in
+        the place of one.
         """
-        spans = [span(entry) for entry in entries]
+        for entry in entries:
+            if self._is_misplaced(entry):
+                self._index.is_damaged = True
+                raise DamagedIndex(f"index: {entry.meta.id.hex()[:16]} does not lie where it says")
+        spans = [entry.span for entry in entries]
         self._index.apply(Change(remove=entries, doom=spans))
         self.erase(spans)
+
+    def _is_misplaced(self, entry: IndexEntry) -> bool:
+        """Tell whether something else lies where the index has a record. Where a header can't be
+        read nothing else does, unless the index says so.
+        """
+        if entry.offset < BLOCK or entry.offset % BLOCK:
+            return True
+        try:
+            segment = self._segments.get(entry.segment)
+            header = header_at(segment, entry.offset, self._home.store_id)
+        except FileNotFoundError:
+            return False
+        except Corrupt:
+            return self._index.overlaps(entry)
+        found = (header.meta.id, header.record_bytes)
+        return found != (entry.meta.id, entry.stored_bytes)
 
     def erase(self, spans: Sequence[SegmentSpan]) -> None:
         """Punch the holes of doomed spans and note that it is done."""
@@ -84,8 +111,11 @@ class Reclaimer:
         self._index.apply(Change(erased=spans))
 
     def drop_empty(self) -> int:
-        """Unlink full segments without a live record; returns how many."""
-        busy = self._appender.busy
+        """Unlink full segments without a live record, and without one that was put aside; returns
+        how many.
+        """
+        put_aside = {bad.span.segment for bad in self._index.quarantined()}
+        busy = self._appender.busy | put_aside
         rows = [
             row
             for row in self._index.segments()
@@ -105,8 +135,10 @@ class Reclaimer:
     def compact(
         self, row: SegmentRow, keys: Keys, *, landing: BufferSource, now_ms: int, on_bad: OnBad
     ) -> int:
-        """Copy what is alive in a segment to the open one and drop it; returns the bytes copied."""
-        copied = 0
+        """Copy what is alive in a segment to the open one and drop it, or erase what was copied
+        where it has to stand; returns the bytes copied.
+        """
+        copied, moved = 0, list[SegmentSpan]()
         batch: list[tuple[IndexEntry, RecordDraft]] = []
         size = 0
         for entry in list(self._index.walk(segment=row.number)):
@@ -116,12 +148,15 @@ class Reclaimer:
                 on_bad(entry, str(error))
                 continue
             batch.append((entry, draft))
+            moved.append(entry.span)
             size += entry.stored_bytes
             if size >= _COPY_BYTES:
                 copied += self._move(batch, now_ms)
                 batch, size = [], 0
         copied += self._move(batch, now_ms)
         self.drop_empty()
+        if segment_path(self._home.directory, row.number).exists():
+            self.erase(moved)
         return copied
 
     def copy_of(self, entry: IndexEntry, keys: Keys, landing: BufferSource) -> RecordDraft:

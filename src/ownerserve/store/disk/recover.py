@@ -39,7 +39,7 @@ from ownerserve.store.disk.append import Appender
 from ownerserve.store.disk.gather import BUFFER_BYTES
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.read import OpenSegments, read_all
-from ownerserve.store.disk.reclaim import Reclaimer, span
+from ownerserve.store.disk.reclaim import Reclaimer
 from ownerserve.store.disk.scan import Ahead, records
 from ownerserve.store.format.header import BLOCK, OtherFormat, RecordHeader, decode
 from ownerserve.store.format.seal import Keys
@@ -371,13 +371,13 @@ class _Recovery:
             if rival is None:
                 winners[entry.meta.id] = entry
                 continue
-            if span(rival) == span(entry):
+            if rival.span == entry.span:
                 continue  # the index knew it after all
             stays, goes = self._judged(rival, entry)
             if stays is entry:
                 winners[entry.meta.id] = entry
             self._report.duplicates += 1
-            losers.append(span(goes))
+            losers.append(goes.span)
             if standing.get(goes.meta.id) is goes:
                 replaced.append(goes)
         numbered = self._numbered(winners.values(), free={entry.sequence for entry in replaced})

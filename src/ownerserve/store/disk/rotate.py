@@ -37,7 +37,6 @@ from ownerserve.store.disk.keyring import (
     write_key_id,
 )
 from ownerserve.store.disk.read import OpenSegments, read_all
-from ownerserve.store.disk.reclaim import span
 from ownerserve.store.disk.recover import Recovered, discard_index, recover
 from ownerserve.store.disk.scan import records
 from ownerserve.store.format.header import BLOCK, MAX_PAYLOAD
@@ -264,7 +263,7 @@ class _Rotation:
     def _replace(self, group: Sequence[tuple[IndexEntry, RecordDraft]], clock: Clock) -> None:
         parts, done = self._parts, self._done
         old = [entry for entry, _ in group]
-        spans = [span(entry) for entry in old]
+        spans = [entry.span for entry in old]
         new = parts.appender.append([drafted for _, drafted in group], int(clock.now() * 1000))
         parts.index.apply(Change(remove=old, add=new.entries, segments=new.segments, doom=spans))
         parts.appender.told()

@@ -42,6 +42,16 @@ def records(segment: Segment, start: int, store_id: bytes) -> Iterator[RecordHea
         offset += header.record_bytes
 
 
+def header_at(segment: Segment, offset: int, store_id: bytes) -> RecordHeader:
+    """Return the header of the record that lies at `offset`, a multiple of 4 KiB; its payload is
+    not read. Raises Corrupt where none lies, and OSError.
+    """
+    first = memoryview(mmap.mmap(-1, BLOCK))
+    header = _header_at(segment, offset, first[: segment.read(offset, first)])
+    check_place(header, store_id, segment.number, offset)
+    return header
+
+
 class Ahead:
     """Walks whole segments before they are asked for, AHEAD at a time, in the order given.
 

@@ -20,8 +20,8 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.store.disk.home import Home, StoreHeld, refuse_held
 from ownerserve.store.disk.keyring import reading_keys
 from ownerserve.store.disk.read import DiskReader, OpenSegments
-from ownerserve.store.disk.reclaim import span
 from ownerserve.store.disk.recover import survey
+from ownerserve.store.disk.scratch import ScratchFolder
 from ownerserve.store.format.model import ArtifactKind, Listed, Meta, ReadOutcome, TierUsage, Want
 from ownerserve.store.format.seal import Keys
 from ownerserve.store.index.reader import (
@@ -133,8 +133,9 @@ class DeadStore(StoreView):
     medium. No byte of its directory is written.
 
     What is needed of an index is a copy in the temporary folder, brought up to what the segments
-    hold, or made from them where it is missing or damaged; it goes with `close`. A record that
-    fails verification leaves that copy: it is a miss from then on, here. Keys are as in
+    hold, or made from them where it is missing or damaged; it goes with `close`, or, after a kill,
+    when the next dead store is opened. A record that fails verification leaves that copy: it is a
+    miss from then on, here. Keys are as in
     `StoreSnapshot`. Raises StoreHeld for a store that a living process writes: what stands changes
     under such an index, and a snapshot reads it better.
     """
@@ -142,11 +143,11 @@ class DeadStore(StoreView):
     def __init__(
         self, directory: Path, *, key_file: Path | None = None, keys: Keys | None = None
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ownerserve-index-")
+        self._folder = ScratchFolder()
         try:
             home, index, keys = self._open(directory, key_file, keys)
         except BaseException:
-            self._folder.cleanup()
+            self._folder.remove()
             raise
         super().__init__(home, index, keys)
         self._writer = index
@@ -157,7 +158,7 @@ class DeadStore(StoreView):
         home = Home.open(directory)
         try:
             self._approach(home)
-            home.index_path = copied_index(home, Path(self._folder.name))
+            home.index_path = copied_index(home, self._folder.path)
             keys = reading_keys(home, key_file) if keys is None else keys
             index, self.recovery = survey(home, keys, landing=BufferPool())
         except OSError as error:
@@ -173,7 +174,7 @@ class DeadStore(StoreView):
 
     def _found_bad(self, entry: IndexEntry, reason: str) -> None:
         super()._found_bad(entry, reason)
-        bad = Quarantined(entry.meta.id, entry.meta.tenant, span(entry), reason, entry.touched_ms)
+        bad = Quarantined(entry.meta.id, entry.meta.tenant, entry.span, reason, entry.touched_ms)
         with suppress(IndexFailed):  # then it is read again, and is a miss again
             self._writer.apply(Change(remove=[entry], quarantine=[bad]))
 
@@ -184,7 +185,7 @@ class DeadStore(StoreView):
     def close(self) -> None:
         """Let go of files, and of the copy of the index."""
         super().close()
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def copied_index(home: Home, folder: Path) -> Path:

@@ -30,7 +30,6 @@ from ownerserve.store.disk.append import RecordDraft, tell
 from ownerserve.store.disk.home import Home
 from ownerserve.store.disk.keyring import open_keys
 from ownerserve.store.disk.read import DiskReader, OpenSegments
-from ownerserve.store.disk.reclaim import span
 from ownerserve.store.disk.recover import Recovered, discard_index, rebuild, recover
 from ownerserve.store.disk.scan import records
 from ownerserve.store.disk.superblock import DEFAULT_SEGMENT_BYTES
@@ -214,7 +213,7 @@ class DiskCore:
             if self.index.overlaps(entry):
                 self.index.is_damaged = True
                 return
-            bad = Quarantined(entry.meta.id, entry.meta.tenant, span(entry), reason, self.now_ms())
+            bad = Quarantined(entry.meta.id, entry.meta.tenant, entry.span, reason, self.now_ms())
             self.index.apply(Change(remove=[entry], quarantine=[bad]))
             self.counters["quarantined"] += 1
             log.warning(

@@ -121,6 +121,11 @@ class IndexEntry(msgspec.Struct, frozen=True, gc=False):
     reuse_count: int = 0
     restore_cost_ms: float = 0.0
 
+    @property
+    def span(self) -> SegmentSpan:
+        """`span` is the bytes that the record occupies."""
+        return SegmentSpan(self.segment, self.offset, self.stored_bytes)
+
     def listed(self) -> Listed:
         """Return the entry as a tier's catalogue shows it."""
         return Listed(
