@@ -36,6 +36,9 @@ BARE = (
     "lmetric",
     "kv_aware",
     "dynamo",
+    "smetric",
+    "preble",
+    "llm_d_precise",
 )
 MAIN = ("ownerserve", "ear", "lmetric_gate")
 """Rivals of the short table: the others lie behind one of these in every table so far."""

@@ -72,6 +72,40 @@ def test_kv_aware_trades_cached_share_for_relative_load() -> None:
     assert choose("kv_aware", owned(owner, context=5000, new=5000), fleet)[0] == "w1"
 
 
+def test_llm_d_weighs_the_prefix_three_times() -> None:
+    fleet = fleet_of(*[PLAIN] * 2)
+    owner, other = fleet
+    load(owner, pending=100_000)
+    assert choose("llm_d_precise", owned(owner), fleet)[0] == owner.id
+    assert choose("llm_d_precise", request(), fleet)[0] == other.id
+    # Two thirds held elsewhere cost a point of three; the only queue of all costs another.
+    shared = request(10_000, copies=(on(owner, 9000), on(other, 6001)))
+    assert choose("llm_d_precise", shared, fleet)[0] == other.id
+
+
+def test_smetric_keeps_an_owner_that_holds_half_and_answers_in_time() -> None:
+    fleet = fleet_of(*[PLAIN] * 3)
+    owner = list(fleet)[1]
+    assert choose("smetric", owned(owner, context=1001, new=1000), fleet) == (
+        owner.id, DispatchReason.OWNER,
+    )  # fmt: skip
+    load(owner, sequences=1)
+    assert choose("smetric", owned(owner, context=1000, new=100_000), fleet)[0] == "w0"
+    load(owner, pending=10**7)
+    assert choose("smetric", owned(owner), fleet) == ("w0", DispatchReason.HOT_OWNER)
+
+
+def test_preble_exploits_a_long_prefix_unless_its_holder_is_twice_as_loaded() -> None:
+    fleet = fleet_of(*[PLAIN] * 3)
+    owner = list(fleet)[1]
+    long, short = owned(owner, context=1001, new=1000), owned(owner, context=900, new=100_000)
+    assert choose("preble", long, fleet) == (owner.id, DispatchReason.CACHED)
+    assert choose("preble", short, fleet)[1] is DispatchReason.SCORE
+    load(owner, pending=10**7)
+    assert choose("preble", long, fleet) == ("w0", DispatchReason.HOT_OWNER)
+    assert choose("preble", short, fleet)[0] == "w0"
+
+
 def test_dynamo_credits_slower_tiers_less() -> None:
     fleet = fleet_of(*[PLAIN] * 3)
     _, disk, host = fleet

@@ -10,12 +10,15 @@ from ownerserve.router.policies.dynamo import Dynamo
 from ownerserve.router.policies.ear import Ear
 from ownerserve.router.policies.kv_aware import KvAware
 from ownerserve.router.policies.least_load import LeastLoad
+from ownerserve.router.policies.llm_d import LlmdPrecise
 from ownerserve.router.policies.lmetric import LMetric, LMetricGate
 from ownerserve.router.policies.multi_owner import MultiOwner
 from ownerserve.router.policies.ownerserve import OwnerServe
+from ownerserve.router.policies.preble import Preble
 from ownerserve.router.policies.program_ttl import ProgramTtl
 from ownerserve.router.policies.round_robin import RoundRobin
 from ownerserve.router.policies.round_robin_pd import RoundRobinPd
+from ownerserve.router.policies.smetric import SMetric
 from ownerserve.router.policies.static_pd import StaticPd, StaticPdDelta
 from ownerserve.router.policies.sticky import Sticky
 from ownerserve.router.policies.ttft_gate import TtftGate
@@ -26,12 +29,15 @@ PLAIN: dict[str, Callable[[], RoutingPolicy]] = {
     "dynamo": Dynamo,
     "kv_aware": KvAware,
     "least_load": LeastLoad,
+    "llm_d_precise": LlmdPrecise,
     "lmetric": LMetric,
     "lmetric_gate": LMetricGate,
     "multi_owner": MultiOwner,
+    "preble": Preble,
     "program_ttl": ProgramTtl,
     "round_robin": RoundRobin,
     "round_robin_pd": RoundRobinPd,
+    "smetric": SMetric,
     "static_pd": StaticPd,
     "static_pd_delta": StaticPdDelta,
     "sticky": Sticky,
