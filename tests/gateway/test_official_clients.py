@@ -4,7 +4,10 @@ all of them processes: answers, streams, and errors as the clients' own types.""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import anthropic
 import openai
@@ -182,3 +185,62 @@ def test_a_stream_whose_worker_dies_is_the_clients_own_error(
     ):
         list(stream)
     assert "the connection to the worker was lost" in str(hit.value)
+
+
+@contextmanager
+def full_fleet(folder: Path, *more: str, event_ms: int) -> Iterator[str]:
+    """Where a gateway serves whose one place is taken, for eight events."""
+    held = ("--max-running", "1", "--wait-comments", "0.1", *more)
+    with (
+        engine_processes(1) as engines,
+        gateway_process(folder, [engine.port for engine in engines], *held) as running,
+        openai.OpenAI(api_key=KEY, base_url=f"{running.data_url}/v1", max_retries=0) as client,
+    ):
+        stream = client.chat.completions.create(
+            model=MODEL, messages=said(f"<slow {event_ms}>"), stream=True
+        )
+        next(iter(stream))
+        yield running.data_url
+
+
+def texts_of_streams(url: str) -> Iterator[Callable[[], str]]:
+    """A stream of each API: what it comes to."""
+    ours = openai.OpenAI(api_key=KEY, base_url=f"{url}/v1", max_retries=0)
+    claude = anthropic.Anthropic(api_key=KEY, base_url=url, max_retries=0)
+    once = said("<slow 100>")
+
+    def chat() -> str:
+        chunks = ours.chat.completions.create(model=MODEL, messages=once, stream=True)
+        return "".join(one.choices[0].delta.content or "" for one in chunks if one.choices)
+
+    def completions() -> str:
+        chunks = ours.completions.create(model=MODEL, prompt="<slow 100>", stream=True)
+        return "".join(one.choices[0].text for one in chunks if one.choices)
+
+    def responses() -> str:
+        with ours.responses.stream(model=MODEL, input="<slow 100>") as stream:
+            return stream.get_final_response().output_text
+
+    def messages() -> str:
+        with claude.messages.stream(model=MODEL, max_tokens=8, messages=once) as stream:
+            return "".join(stream.text_stream)
+
+    yield from (chat, completions, responses, messages)
+
+
+def test_a_held_stream_is_read_as_any_other(tmp_path: Path) -> None:
+    """Five streams before one place: what waits hears comments, which no client takes for
+    events."""
+    with full_fleet(tmp_path, event_ms=200) as url, ThreadPoolExecutor() as threads:
+        came = [threads.submit(text) for text in texts_of_streams(url)]
+        assert [one.result(60) for one in came] == [TEXT] * 4
+
+
+def test_a_held_stream_that_is_turned_away_is_the_clients_own_error(tmp_path: Path) -> None:
+    briefly = ("--queue-wait", "0.5")
+    with full_fleet(tmp_path, *briefly, event_ms=9000) as url, ThreadPoolExecutor() as threads:
+        came = [threads.submit(text) for text in texts_of_streams(url)]
+        for one in came:
+            with pytest.raises((openai.APIError, anthropic.APIError)) as met:
+                one.result(60)
+            assert "this waited until its deadline" in str(met.value)

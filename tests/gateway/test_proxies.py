@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ownerserve.gateway.http.access import Address
+from ownerserve.router.entry.queue import QueueSettings
 from ownerserve.router.messages import Failure
 from tests.support.children import ROOT
 from tests.support.gateway.proxies import haproxy, nginx
@@ -196,6 +197,60 @@ def test_a_broken_stream_is_told_and_short_behind_a_proxy(
             assert not told.endswith(b"0\r\n\r\n")
 
     play(scenario, engines=1, health_interval_s=60.0)
+
+
+IMPATIENT = {
+    "nginx": bare_nginx("proxy_http_version 1.1;", "proxy_read_timeout 2s;"),
+    "nginx-1.0": bare_nginx("proxy_read_timeout 2s;"),
+    "haproxy": bare_haproxy("timeout server 2s"),
+}
+"""They give up on a server that is silent for 2 s, and nginx buffers, as it does by default."""
+HELD = b'{"messages": "a", "stream": true}'
+ONE_EACH = QueueSettings(running_max=1)
+
+
+async def asked(world: World, port: int) -> tuple[Client, Client]:
+    """A client whose stream has the fleet's one place, and one behind the proxy whose turn waits
+    for it."""
+    first = await world.client()
+    await first.begin("/v1/completions?stream", b"{}")
+    client = await client_at(world, port)
+    head = f"POST /v1/completions?stream HTTP/1.1\r\nHost: t\r\nContent-Length: {len(HELD)}\r\n\r\n"
+    client.writer.write(head.encode() + HELD)
+    return first, client
+
+
+@pytest.mark.parametrize("name", IMPATIENT)
+def test_who_is_held_stays_connected_through_an_impatient_proxy(
+    play: Play, tmp_path: Path, name: str
+) -> None:
+    async def scenario(world: World) -> None:
+        with front_of(world, tmp_path, IMPATIENT[name]) as port:
+            first, client = await asked(world, port)
+            head = await client.reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200") and b"text/event-stream" in head
+            await client.reader.readuntil(b"place 1 of 1, 3 s\n\n")
+            world.engines[0].go_on.set()
+            told = await client.reader.readuntil(b"data: %d\n\n" % (EVENTS - 1))
+            assert told.count(b"data:") == EVENTS
+            await first.reader.readuntil(b"0\r\n\r\n")
+
+    play(scenario, engines=1, queue=ONE_EACH, wait_comments_s=0.5, health_interval_s=60.0)
+
+
+@pytest.mark.parametrize("name", IMPATIENT)
+def test_an_impatient_proxy_gives_up_on_a_silent_gateway(
+    play: Play, tmp_path: Path, name: str
+) -> None:
+    async def scenario(world: World) -> None:
+        with front_of(world, tmp_path, IMPATIENT[name]) as port:
+            first, client = await asked(world, port)
+            assert b" 504 " in await client.reader.readuntil(b"\r\n")
+            await until_async(lambda: len(world.gateway.turns.admission) == 0)
+            world.engines[0].go_on.set()
+            await first.reader.readuntil(b"0\r\n\r\n")
+
+    play(scenario, engines=1, queue=ONE_EACH, wait_comments_s=0.0, health_interval_s=60.0)
 
 
 # ---- workers behind proxies

@@ -146,6 +146,17 @@ def queue_options(command: F) -> F:
             " may set less in x-ownerserve-deadline-ms.",
         ),
         click.option(
+            "--wait-comments",
+            "wait_comments_s",
+            type=Finite(min=0),
+            default=10.0,
+            show_default=True,
+            metavar="SECONDS",
+            help="A streamed turn that waits so long before the fleet gets its head (200) and its"
+            " place in line as an SSE comment, and as often again: proxies give up on a silent"
+            " server. 0: never.",
+        ),
+        click.option(
             "--max-waiting",
             type=click.IntRange(1),
             default=256,

@@ -99,6 +99,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     carry_on: bool = False
     """Whether a stream whose worker dies in its middle is carried on by another, where its request
     is greedy or has a seed."""
+    wait_comments_s: float = 10.0
+    """After so long a streamed turn that waits before the fleet is told so, in a comment of its
+    stream, and as often again: proxies give up on a silent server. 0: never."""
     idle_timeout_s: float = 75.0
     """A kept connection without a request is closed after this."""
     opening_s: float = 0.0

@@ -39,6 +39,10 @@ class Refusals:
         """Tell of a turn that is not let in, and end its trace."""
         self._tell(request, rejected, asked.trace, session=asked.arrive.session)
 
+    def in_stream(self, rejected: Rejected) -> None:
+        """Count a no that a client is told in its stream, whose head it has."""
+        self._turns.observer.rejected(rejected)
+
     def _tell(
         self,
         request: RefusedRequest,

@@ -25,6 +25,7 @@ from msgspec import structs
 from ownerserve.directory.port import Directory
 from ownerserve.gateway.asking import Asking, IdentifiedRequest, SessionFinder
 from ownerserve.gateway.config import Config
+from ownerserve.gateway.entry.comments import WaitComments
 from ownerserve.gateway.entry.entering import Entering
 from ownerserve.gateway.histograms import TOKEN_BUCKETS, Histogram
 from ownerserve.gateway.http.access import Address, open_access
@@ -318,6 +319,7 @@ class Turns:
             self.state, seats=config.seats, queue=config.queue, watch=self.observer
         )
         self.admission = self.entering.queue
+        self.comments = WaitComments(self.admission, config.wait_comments_s)
         self.lines = WorkerLines(key=config.fleet_key)
         self.places = Places(self.lines)
         self.receipts = receipts_of(config.receipts)

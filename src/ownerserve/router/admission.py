@@ -42,8 +42,10 @@ from ownerserve.router.entry.terms import (
     NO_TERMS,
     Enter,
     EnteringTurn,
+    LinePlace,
     SessionClass,
     TenantTerms,
+    WaitReason,
 )
 from ownerserve.router.fleet import Fleet, room_tokens
 from ownerserve.router.worker import Worker, WorkerRole
@@ -72,9 +74,10 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """The turn waits for a seat: a later `due` names its `ticket`."""
+    """The turn waits for `reason`: a later `due` names its `ticket`."""
 
     ticket: Ticket
+    reason: WaitReason = WaitReason.SEAT
 
 
 Answer: TypeAlias = Enter | Wait
@@ -184,6 +187,10 @@ class SessionAdmission:
         error."""
         self._waiting.leave(ticket)
         self._came.pop(ticket, None)
+
+    def place(self, ticket: Ticket) -> LinePlace:
+        """Return where one stands who waits."""
+        return self._waiting.place(ticket)
 
     def due(self, now_s: float) -> list[Ticket]:
         """Let in those whose turn it is, and return their tickets in the order of arrival; behind

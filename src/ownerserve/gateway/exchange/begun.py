@@ -59,25 +59,14 @@ class NothingSaid:
     ) -> BodySink:
         """Begin the answer, and return the phase in which it goes on."""
         exchange = attempt.exchange
-        if attempt.asked.untold_tokens and came.says_kept:
-            attempt = attempt.kept()
-        target = exchange.request.head.target
         is_old = head.chunked and exchange.request.head.version == b"1.0"
-        response_id = None
-        if target.startswith(b"/v1/responses"):
-            response_id = scan_response_id(upstream.reader.payload.now[:TAIL_BYTES])
         relaying: type[Relaying] = Streaming if head.has_events and head.chunked else Relaying
         if is_old:
             relaying = StreamingDechunked if head.has_events else Dechunking
         if head.has_events and exchange.asks_usage:
             is_framed = relaying is Streaming  # events that end by close have no frames either
             relaying = StreamingQuietly if is_framed else StreamingDechunkedQuietly
-        going_on: Relaying
-        if may_be_carried_on(attempt, head):
-            going_on = CarriedStream(attempt, upstream, came, FirstOfStream())
-        else:
-            going_on = relaying(attempt, upstream, came, response_id)
-        exchange.phase = going_on
+        going_on = going_on_as(relaying, attempt, upstream, came=came, head=head)
         if is_old:
             head = head.unchunked()
         client = exchange.client
@@ -89,11 +78,43 @@ class NothingSaid:
             client.connection_line,
         )
         client.write(head.to_client(lines) + going_on.passed(first))
-        if not isinstance(going_on, CarriedStream):
-            exchange.request.held.let_go()  # nobody else will be asked
-            exchange.request = structs.replace(exchange.request, body=b"")
-            going_on.attempt = attempt.without_body()
+        let_body_go(going_on)
         return going_on
 
 
 NOTHING_SAID = NothingSaid()
+
+
+def going_on_as(
+    relaying: type[Relaying],
+    attempt: Attempt,
+    upstream: UpstreamConnection,
+    *,
+    came: BegunAnswer,
+    head: ResponseHead,
+) -> Relaying:
+    """Let the exchange go on in the phase `relaying`, or in that of a stream that may be carried
+    on, and return it."""
+    exchange = attempt.exchange
+    if attempt.asked.untold_tokens and came.says_kept:
+        attempt = attempt.kept()
+    response_id = None
+    if exchange.request.head.target.startswith(b"/v1/responses"):
+        response_id = scan_response_id(upstream.reader.payload.now[:TAIL_BYTES])
+    going_on: Relaying
+    if may_be_carried_on(attempt, head):
+        going_on = CarriedStream(attempt, upstream, came, FirstOfStream())
+    else:
+        going_on = relaying(attempt, upstream, came, response_id)
+    exchange.phase = going_on
+    return going_on
+
+
+def let_body_go(going_on: Relaying) -> None:
+    """Let the request's body go as its answer begins, where nobody else will be asked."""
+    if isinstance(going_on, CarriedStream):
+        return
+    exchange = going_on.attempt.exchange
+    exchange.request.held.let_go()
+    exchange.request = structs.replace(exchange.request, body=b"")
+    going_on.attempt = going_on.attempt.without_body()

@@ -10,7 +10,8 @@ is given back exactly once: by whichever phase holds it when it ends.
                               v    └──── refused ───────┴────────────┘        its end ─┘ (Deciding)
                             over
 
-A client that hangs up ends any phase. A turn that the queue turns away has run nowhere. A worker's
+A client that hangs up ends any phase. A turn that the queue turns away has run nowhere; the client
+of one that streams is told while it waits (holding.py). A worker's
 refusal is read to its end and not passed on: the next candidate is asked. Only when no other is
 left, or the retry budget is used up, the client hears it, as 429. What is decided, counted and said
 of a turn is Turns' (turns.py).
@@ -31,6 +32,7 @@ from ownerserve.gateway.exchange.awaiting import AwaitingHead
 from ownerserve.gateway.exchange.begun import NOTHING_SAID, NothingSaid
 from ownerserve.gateway.exchange.carrying import PartSaid
 from ownerserve.gateway.exchange.hedge import hedge_later
+from ownerserve.gateway.exchange.holding import hold
 from ownerserve.gateway.exchange.phases import OVER, Connecting, Deciding, Phase, Queued, Reading
 from ownerserve.gateway.exchange.port import LegPort, TurnPort
 from ownerserve.gateway.exchange.prefill import begin_prefill
@@ -76,8 +78,8 @@ class Exchange:
     answer."""
 
     __slots__ = (
-        "asks_usage", "begun", "client", "legs", "phase", "refused", "request", "request_id",
-        "started_s", "turns",
+        "__weakref__", "asks_usage", "begun", "client", "legs", "phase", "refused", "request",
+        "request_id", "started_s", "turns",
     )  # fmt: skip
 
     def __init__(
@@ -166,6 +168,8 @@ class Exchange:
         try:
             head, came_s = self.request.head, self.started_s
             queued.held = self.turns.enter(asked, head, queued, came_s=came_s)
+            if queued.held is not None:
+                hold(queued)
         except Rejected as rejected:
             turn_away(self, asked, rejected)
             self.phase = OVER

@@ -22,7 +22,7 @@ from weakref import ref
 
 from ownerserve.gateway.exchange.attempt import Attempt
 from ownerserve.gateway.exchange.awaiting import AwaitingHead
-from ownerserve.gateway.exchange.begun import NOTHING_SAID
+from ownerserve.gateway.exchange.begun import NothingSaid
 from ownerserve.gateway.exchange.phases import Leg, Phase
 from ownerserve.gateway.turns import Route
 from ownerserve.gateway.workers.rpc import Manner, is_turn
@@ -38,7 +38,7 @@ def may_run_twice(attempt: Attempt) -> bool:
     head, asked = attempt.exchange.request.head, attempt.asked
     raw = asked.fields.raw
     return (
-        attempt.exchange.begun is NOTHING_SAID
+        isinstance(attempt.exchange.begun, NothingSaid)
         and is_turn(head)
         and raw("stream") == b"true"
         and not asked.identity.final

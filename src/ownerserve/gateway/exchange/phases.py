@@ -121,7 +121,7 @@ class Queued(Phase):
             told = not_let_in(no)
             turn_away(exchange, self.asked, told)
             exchange.phase = OVER
-            exchange.client.answer_rejected(told, exchange.request_id)
+            exchange.begun.reject(exchange, told)
         except Exception as error:  # noqa: BLE001 - a request's root: it is logged there
             exchange.failed(error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ownerserve.gateway.asking import IdentifiedRequest
+from ownerserve.gateway.entry.comments import WaitComments
 from ownerserve.gateway.http.callers import Caller
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.heads import RequestHead, ResponseHead
@@ -31,6 +32,7 @@ class TurnPort(Protocol):
     (turns.Turns)."""
 
     refusals: Refusals
+    comments: WaitComments
 
     def read(self, request: HttpRequest) -> Arrived:
         """Read who asks, and for what. Raises Rejected, or Elsewhere."""

@@ -243,6 +243,28 @@ class StreamingDechunkedQuietly(StreamingDechunked):
         return piece if USAGE not in piece or self._is_torn else without_usage(piece)
 
 
+class StreamingRechunked(StreamingDechunked):
+    """In this phase events go to a client that was told chunks before it was known how its worker
+    frames them."""
+
+    __slots__ = ()
+
+    def passed(self, data: bytes) -> bytes:
+        """Return what the client gets now; without the usage, where the gateway asked for it."""
+        piece = super().passed(data)
+        if self.attempt.exchange.asks_usage and USAGE in piece and not self._is_torn:
+            piece = without_usage(piece)
+        return chunk(piece)
+
+    def answer_end(self, tail: bytes) -> None:
+        """Pass on what is held, and the body's end."""
+        self._held = chunk(self._held) + LAST_CHUNK
+        super().answer_end(tail)
+
+    def _framed(self, payload: bytes) -> bytes:
+        return chunk(payload)
+
+
 class Dechunking(Relaying):
     """In this phase the answer goes to a client too old for chunks, without their frames."""
 

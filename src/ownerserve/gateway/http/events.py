@@ -16,6 +16,10 @@ import re
 
 import msgspec
 
+from ownerserve.gateway.http.replies import Rejected, error_body
+
+_UNNAMED = (b"/v1/chat/completions", b"/v1/completions")
+"""Targets of streams whose events have no names."""
 _GAP = re.compile(rb"\r?\n\r?\n")
 _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
 _NEWLINE = 0x0A
@@ -58,6 +62,23 @@ def error_event(target: bytes, tail: bytes, *, code: str, message: str) -> bytes
         return closed + b"event: error\ndata: %b\n\n" % msgspec.json.encode(told)
     error = {"message": message, "type": "server_error", "param": None, "code": code}
     return closed + b"data: %b\n\n" % msgspec.json.encode({"error": error})
+
+
+def rejected_event(target: bytes, rejected: Rejected) -> bytes:
+    """Return the event that is a stream's only one, in the dialect of the API at `target`: a
+    request that is told no after its answer's head."""
+    body = error_body(rejected, target)
+    if target.startswith(b"/v1/responses"):  # OpenAI's client looks for `error` in it
+        beside = {"code": rejected.code, "message": rejected.message, "param": None}
+        told = {"type": "error", **beside, "sequence_number": 0, **msgspec.json.decode(body)}
+        body = msgspec.json.encode(told)
+    name = b"" if target.startswith(_UNNAMED) else b"event: error\n"
+    return b"%bdata: %b\n\n" % (name, body)
+
+
+def comment(text: str) -> bytes:
+    """Return a comment, one for each line of `text`: nobody's event."""
+    return b"".join(b": %b\n" % line.encode() for line in text.splitlines()) + b"\n"
 
 
 def chunk(payload: bytes) -> bytes:

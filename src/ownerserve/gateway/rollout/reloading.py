@@ -53,6 +53,7 @@ LIVE = _CHOICE | {
     "hedge_after_s": "hedge-after",
     "carry_on": "carry-on",
     "stream_usage": "stream-usage",
+    "wait_comments_s": "wait-comments",
 }
 """Settings that a reload changes, with their options."""
 _FIXED = {
@@ -158,6 +159,7 @@ class Reloading:
             gateway.limits.known.forget()
         turns.first_byte_timeout_s = config.first_byte_timeout_s
         turns.whole_answer_timeout_s = config.whole_answer_timeout_s
+        turns.comments.every_s = config.wait_comments_s
         gateway.legs.prompt_patience_s = config.first_byte_timeout_s
         gateway.legs.hedge_after_s = config.hedge_after_s
         gateway.legs.carries_on = config.carry_on

@@ -23,11 +23,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, nlargest
+from itertools import takewhile
 from typing import NewType, TypeVar
 
 import msgspec
 
-from ownerserve.router.entry.terms import EnteringTurn, SessionClass
+from ownerserve.router.entry.terms import EnteringTurn, LinePlace, SessionClass
 
 Ticket = NewType("Ticket", int)
 FLOWS_MIN = 1024
@@ -174,6 +175,11 @@ class FairLine:
             del flow.turns[ticket]
             tenant.waiting -= 1
         return one
+
+    def place(self, ticket: Ticket) -> LinePlace:
+        """Return where one stands who waits: as if all were let in one by one from now on."""
+        ahead = takewhile(lambda one: one.ticket != ticket, self.in_order())
+        return LinePlace(sum(1 for _ in ahead) + 1, len(self))
 
     def ahead(self, turn: EnteringTurn) -> int:
         """Estimate how many of those in line go before `turn`, were it added now: as many as the

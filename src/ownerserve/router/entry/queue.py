@@ -30,9 +30,11 @@ from ownerserve.router.entry.fair import InLine, Ticket
 from ownerserve.router.entry.running import RunningLimit, TurnPace
 from ownerserve.router.entry.terms import (
     EnteringTurn,
+    LinePlace,
     SessionClass,
     TurnAwayReason,
     TurnedAway,
+    WaitReason,
 )
 
 LOOK_S = 1.0
@@ -85,13 +87,15 @@ class QueueWatch(Protocol):
 
 
 class HeldTurn:
-    """A held turn waits, or did: for a seat (`seat`) or in line for a running turn's place."""
+    """A held turn waits, or did, for `reason`: for a seat (`seat`) or in line for a running turn's
+    place."""
 
-    __slots__ = ("entrant", "one", "seat", "until_s", "waits")
+    __slots__ = ("entrant", "one", "reason", "seat", "until_s", "waits")
 
     def __init__(self, one: InLine, entrant: Entrant) -> None:
         self.one = one
         self.entrant = entrant
+        self.reason = WaitReason.RUNNING
         self.seat: Ticket | None = None
         self.until_s = inf
         self.waits = False
@@ -170,6 +174,14 @@ class AdmissionQueue:
         """Return the turns that wait, in the order in which they came."""
         return [held.turn for held in self._waiting.values()]
 
+    def place(self, held: HeldTurn) -> LinePlace:
+        """Return where one who waits stands in line."""
+        if held.seat is not None:
+            assert self.seats is not None
+            return self.seats.place(held.seat)
+        assert self._slots is not None
+        return self._slots.place(held.one)
+
     def enter(self, turn: EnteringTurn, entrant: Entrant, *, now_s: float) -> HeldTurn | None:
         """Let the turn in or turn it away at once, and return None; or hold it, until `entrant` is
         told. A client that hangs up gives what is returned to `leave`."""
@@ -191,7 +203,7 @@ class AdmissionQueue:
                 session_class=turn.session_class,
             )
             if isinstance(answer, Wait):
-                held.seat = answer.ticket
+                held.seat, held.reason = answer.ticket, answer.reason
                 self._seated[answer.ticket] = held
                 self._hold(held, turn.deadline_s, now_s)
                 return held if held.waits else None
@@ -313,6 +325,7 @@ class AdmissionQueue:
                 self._turn_away(held, TurnAwayReason.DEADLINE_UNMET, late_s, now_s=now_s)
             else:
                 slots.add(held.one)
+                held.reason = WaitReason.RUNNING
                 self._hold(held, until_s, now_s)
 
     def _go(self, held: HeldTurn, now_s: float) -> None:

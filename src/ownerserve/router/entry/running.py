@@ -15,7 +15,7 @@ from __future__ import annotations
 from math import exp
 
 from ownerserve.router.entry.fair import FairLine, InLine, Ticket
-from ownerserve.router.entry.terms import EnteringTurn
+from ownerserve.router.entry.terms import EnteringTurn, LinePlace
 from ownerserve.router.fleet import Fleet
 
 MEMORY_S = 120.0
@@ -60,6 +60,10 @@ class RunningLimit:
                 self._lines[model] = self._lines.pop(model)  # behind the others: they take turns
                 return line.pop(line.first().ticket).ticket
         return None
+
+    def place(self, one: InLine) -> LinePlace:
+        """Return where one stands in its model's line."""
+        return self._line(one.turn.model).place(one.ticket)
 
     def ahead(self, turn: EnteringTurn) -> int:
         """Estimate how many of those in line would go before `turn`."""

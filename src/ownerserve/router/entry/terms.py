@@ -102,6 +102,24 @@ class EnteringTurn(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     deadline_s: float = inf
 
 
+class WaitReason(Label):
+    """A wait reason says what a turn waits for before the fleet."""
+
+    SEAT = "seat"
+    """The fleet has no memory for one more session."""
+    RUNNING = "running"
+    """There run as many turns as may."""
+    STATE = "state"
+    """The state of its session is gone, and the fleet has no memory free to have it again."""
+
+
+class LinePlace(msgspec.Struct, frozen=True, gc=False):
+    """A line place says where one stands in line, the first at 1, of how many who wait there."""
+
+    place: int
+    of: int
+
+
 class TurnAwayReason(Label):
     """A turn-away reason says why a turn was not let in: a metric's label and the error's code."""
 
