@@ -22,9 +22,10 @@ from rich.table import Table as Shown
 
 from goal import cells as runs
 from goal import tables
-from goal.contenders import BOUND, OURS, REFERENCE, rivals
+from goal.contenders import BOUND, OURS, POOLS, REFERENCE, rivals
 from goal.families import LOADS, Sources, cases
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.units import GIB
 from ownerserve.sim.suites.base import Scale
 
 
@@ -41,6 +42,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="*", metavar="NAME", help="just these")
     parser.add_argument("--reference", action="store_true", help="with the reference and the bound")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD")
+    parser.add_argument("--host-gib", type=int, default=0, help="host memory behind each worker")
     parser.add_argument("--out", type=Path, default=Path("build/goal-draws"))
     parser.add_argument("--jobs", type=int, default=0, help="runs at once; 0: one a core")
     parser.add_argument(
@@ -55,7 +57,8 @@ def contenders(options: argparse.Namespace) -> tuple[str, ...]:
     if options.contenders:
         return tuple(dict.fromkeys(options.contenders))
     chosen = [OURS, *(() if options.rivals == "none" else rivals(options.rivals))]
-    return (*chosen, *((*REFERENCE, BOUND) if options.reference else ()))
+    pools = POOLS if options.host_gib and options.rivals != "none" else ()
+    return (*chosen, *pools, *((*REFERENCE, BOUND) if options.reference else ()))
 
 
 def batches(options: argparse.Namespace) -> Iterator[dict[str, runs.Wanted]]:
@@ -76,6 +79,7 @@ def batches(options: argparse.Namespace) -> Iterator[dict[str, runs.Wanted]]:
             found = (
                 runs.wanted(case, name, number, trace=trace, digests=digests)
                 for case in cases(family, trace, draw, loads=loads, scale=scale)
+                for case in (case._replace(host_bytes=options.host_gib * GIB),)
                 for name in names
                 for number in range(scale.of(options.perturbations, 1))
             )
@@ -133,8 +137,10 @@ def written(path: Path, shown: list[tables.Table], beaten: list[str]) -> None:
 def main() -> int:
     """Run, print, write; return the exit code."""
     options = parsed()
-    if options.draws < 1 or options.jobs < 0:
-        raise InvalidInput("--draws, --jobs", "out of range", "use 1 or more draws, 0 or more jobs")
+    if options.draws < 1 or options.jobs < 0 or options.host_gib < 0:
+        raise InvalidInput(
+            "--draws, --jobs, --host-gib", "out of range", "use 1 or more, 0 or more"
+        )
     shown = tables.tables(all_cells(options))
     console = Console(width=220)
     show(shown, console)

@@ -4,6 +4,8 @@
     POLICY                    a router policy (router.policies) without seats; all get the same news
     POLICY + seats SHARE      the same, sessions inside bounded to that share of memory
     CONTENDER, belady         the same, its evictors told when each conversation goes on
+    pool GB/S                 all workers' host memory as one store behind least_load (Mooncake):
+                              each reads it at so many GB/s; only where there is host memory
     bound                     memory without end, links that take no time
 
 The *reference* is the best of some contenders that are told the future (REFERENCE): who does more
@@ -12,11 +14,14 @@ work than it by over 1 % shows that it is no reference.
 
 from __future__ import annotations
 
+import random
+from math import exp
+
 import msgspec
 
 from goal.families import Case
 from ownerserve.router.admission import SeatSettings
-from ownerserve.sim.config.setup import PD, SimSetup
+from ownerserve.sim.config.setup import PD, Links, SimSetup, Tiers
 from ownerserve.sim.oracle.infinite import infinite
 from ownerserve.sim.suites.fleet import PACE, WORKERS
 from ownerserve.sim.workload import Capped, Sample, WorkloadShape
@@ -53,6 +58,13 @@ REFERENCE = tuple(
     )
 )
 
+POOL = "pool "
+POOLS = ("pool 25", "pool 50")
+POOL_MS = 0.5
+
+PACE_SIGMA = 0.05
+"""How far, in ln, a fleet is from the pace that all are told: drawn for each draw and perturbation
+but the first, the same for everybody."""
 PERTURBATIONS: tuple[dict[str, object], ...] = (
     {},
     {"step_tokens": 8_356},
@@ -60,7 +72,8 @@ PERTURBATIONS: tuple[dict[str, object], ...] = (
     {"transfer_s": 30.6},
     {"transfer_s": 29.4},
 )
-"""Each changes a limit by 2 %, which nobody would call another fleet."""
+"""Each changes a limit by 2 %, which nobody would call another fleet; how fast it truly is is drawn
+beside."""
 
 
 def rivals(which: str) -> tuple[str, ...]:
@@ -72,22 +85,35 @@ def rivals(which: str) -> tuple[str, ...]:
 
 def setup_of(contender: str, case: Case, perturbation: int) -> SimSetup:
     """Return the fleet of a contender in a case. Raises InvalidInput for a name that is none."""
-    shape = WorkloadShape(mode=Capped(case.lanes), sessions=Sample(case.sessions), seed=case.draw)
     name = contender.removesuffix(BELADY)
     policy, _, share = name.partition(SEATS)
+    seats = SeatSettings(share=float(share), patience_s=DAY_S) if share else None
+    links, tiers = Links(), Tiers(host_bytes=case.host_bytes)
     if name in (OURS, BOUND):
         policy, seats = "ownerserve", SeatSettings()
-    else:
-        seats = SeatSettings(share=float(share), patience_s=DAY_S) if share else None
+    elif name.startswith(POOL):
+        policy, gb_s = "least_load", float(name.removeprefix(POOL))
+        tiers = Tiers(remote_bytes=WORKERS * case.host_bytes)
+        links = Links(nic_gb_s=gb_s, remote_gb_s=WORKERS * gb_s, remote_ms=POOL_MS)
     setup = SimSetup(
         policy=policy,
         workers=WORKERS,
         prefill_workers=WORKERS // 2 if policy in PD else 0,
         pace=PACE,
         kv_bytes=case.kv_bytes,
+        step_factors=(_pace_factor(case, perturbation),),
         seats=seats,
-        shape=shape,
+        links=links,
+        tiers=tiers,
+        shape=WorkloadShape(
+            mode=Capped(case.lanes), sessions=Sample(case.sessions), seed=case.draw
+        ),
         oracle="horizon" if contender.endswith(BELADY) else "",
     )
     setup = msgspec.structs.replace(setup, **PERTURBATIONS[perturbation])
     return infinite(setup) if contender == BOUND else setup
+
+
+def _pace_factor(case: Case, perturbation: int) -> float:
+    chance = random.Random(f"pace {case.family} {case.draw} {perturbation}")
+    return round(exp(chance.gauss(0.0, PACE_SIGMA)), 4) if perturbation else 1.0

@@ -51,6 +51,8 @@ class Case(NamedTuple):
     lanes: int
     sessions: int
     kv_bytes: int
+    host_bytes: int = 0
+    """Host memory behind each worker."""
 
 
 def mean_context(trace: Trace) -> float:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from goal import tables  # noqa: E402
 from goal.cells import Cell, had  # noqa: E402
-from goal.contenders import BELADY, BOUND, OURS, REFERENCE, rivals, setup_of  # noqa: E402
+from goal.contenders import BELADY, BOUND, OURS, POOLS, REFERENCE, rivals, setup_of  # noqa: E402
 from goal.families import FAMILIES, Sources, cases, drawn_anew  # noqa: E402
 from goal.paired import paired  # noqa: E402
 from ownerserve.report.page import Verdict  # noqa: E402
@@ -102,10 +102,23 @@ def test_who_beats_the_reference_is_named() -> None:
 def test_every_contender_is_a_setup() -> None:
     trace = drawn_anew(1, scale=Scale.QUICK)
     (case,) = cases("drawn", trace, 1, loads=["above"], scale=Scale.QUICK)
-    names = (OURS, *rivals("all"), *REFERENCE, BOUND)
+    case = case._replace(host_bytes=1 << 30)
+    names = (OURS, *rivals("all"), *POOLS, *REFERENCE, BOUND)
     assert len(set(names)) == len(names)
     setups = [setup_of(name, case, number) for name in names for number in (0, 1)]
     assert len({repr(setup) for setup in setups}) == len(setups)
+
+
+def test_how_fast_a_fleet_truly_is_is_drawn_alike_for_all_of_a_pair() -> None:
+    trace = drawn_anew(1, scale=Scale.QUICK)
+    (case,) = cases("drawn", trace, 1, loads=["above"], scale=Scale.QUICK)
+    drawn = [
+        {setup_of(name, case, number).step_factors for name in (OURS, "ear", "sticky + seats 1.0")}
+        for number in range(3)
+    ]
+    assert [len(one) for one in drawn] == [1, 1, 1]
+    assert drawn[0] == {(1.0,)}
+    assert len({*drawn[0], *drawn[1], *drawn[2]}) == 3
 
 
 def test_a_draw_of_nobodys_sessions_is_the_same_twice_and_another_the_next_time() -> None:

@@ -41,7 +41,7 @@ from ownerserve.sim.storage.layout import slots_for, unit_model
 from ownerserve.sim.storage.nodeport import SimNode
 from ownerserve.sim.storage.nodes import NodeMaker
 from ownerserve.sim.timeline.heap import Heap
-from ownerserve.sim.timeline.media import duplex
+from ownerserve.sim.timeline.media import Pipe, duplex
 from ownerserve.sim.worker.transfers import Transfers
 from ownerserve.sim.worker.worker import Machine, SimWorker
 from ownerserve.sim.workload import WorkloadDriver
@@ -116,7 +116,7 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     settings = settings_of(setup, speed)
     policy = _policy(setup, settings, parts)
     router = RouterState(policy, settings=settings)
-    make_transfers = parts.transfers or _transfers
+    make_transfers = parts.transfers or partial(_transfers, setup.links)
     transfers = make_transfers(heap, setup.transfer_s)
     ownership = SimOwnership(heap, delay_s=setup.directory_ms / 1000.0)
     fleet = SimFleet(
@@ -171,8 +171,9 @@ def _policy(setup: SimSetup, settings: Settings, parts: BaselineParts) -> Routin
     return parts.policy(settings) if parts.policy else make_policy(setup.policy, settings)
 
 
-def _transfers(heap: Heap, timeout_s: float) -> Transfers:
-    return Transfers(heap, timeout_s=timeout_s)
+def _transfers(links: Links, heap: Heap, timeout_s: float) -> Transfers:
+    switch = Pipe("switch", _medium(links.switch_gb_s, 0.0)) if links.switch_gb_s else None
+    return Transfers(heap, timeout_s=timeout_s, switch=switch)
 
 
 def _medium(gb_s: float, latency_ms: float) -> Medium:
@@ -214,13 +215,14 @@ def _machines(
         raise InvalidInput("cache_policy", f"{setup.cache_policy!r}", f"use one of {known}")
     limits, model = BatchLimits(setup.step_tokens, setup.running), nodes.model
     sizes = slots_for(model.layout, setup.kv_bytes or pace.kv_bytes_total, setup.running)
+    truly = [pace.slowed(factor) for factor in setup.step_factors]
 
     def make(worker: SimWorker) -> Machine:
         cache = HeteroCache(model.layout, sizes.slots, sizes.state_slots, order())
         node = nodes.node(worker, cache, kind=parts.node)
         engine = SimEngine(
             cache,
-            pace,
+            truly[worker.index % len(truly)],
             limits,
             unit_tokens=model.unit_tokens,
             longest_fold=setup.longest_fold,

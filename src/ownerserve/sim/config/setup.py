@@ -33,6 +33,8 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
 
     nic_gb_s: float = 12.5
     nic_ms: float = 0.5
+    switch_gb_s: float = 0.0
+    """All that goes from worker to worker shares this bandwidth; 0: the switch never blocks."""
     pcie_gb_s: float = 51.2
     disk_gb_s: float = 3.0
     disk_ms: float = 0.3
@@ -64,6 +66,8 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     workers           routing units; of these `prefill_workers` only prefill (PD)
     pace              model@gpu of a shipped pace (sim.engine.pace), or a file of one's own
     kv_bytes          device memory for state of a worker; 0: what the pace's GPUs have
+    step_factors      by how much longer than the pace says a worker's steps take, by worker in
+                      turn; nobody is told: stragglers, or a pace that is wrong
     step_tokens       tokens of prefill and decode in one engine step
     running           sequences that an engine runs at once
     longest_fold      decode steps in one event at most; 1 simulates every step
@@ -87,6 +91,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     prefill_workers: int = 0
     pace: str = "qwen3-30b-a3b@h200"
     kv_bytes: int = 0
+    step_factors: tuple[float, ...] = (1.0,)
     step_tokens: int = 8192
     running: int = 256
     longest_fold: int = FOLD_MAX
@@ -126,6 +131,10 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("workers", "step_tokens", "running", "longest_fold"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
+        if not self.step_factors or not all(0.0 < one < inf for one in self.step_factors):
+            raise InvalidInput("step_factors", f"{self.step_factors}", "use one or more above 0")
+        if not 0.0 <= self.links.switch_gb_s < inf:
+            raise InvalidInput("switch_gb_s", f"{self.links.switch_gb_s}", "use 0 or more")
         for field in ("transfer_s", "sample_s"):
             if getattr(self, field) <= 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")

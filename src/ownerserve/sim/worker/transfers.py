@@ -25,7 +25,7 @@ from ownerserve.cache.outcomes import Arrival, Match, SlotsReserved
 from ownerserve.kv.ids import Incarnation, PrefixHash
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.sim.timeline.heap import Heap
-from ownerserve.sim.timeline.media import through
+from ownerserve.sim.timeline.media import Pipe, through
 from ownerserve.sim.timeline.turns import prefix_name
 from ownerserve.sim.worker.worker import SimWorker
 
@@ -83,7 +83,9 @@ class Transfers:
     """The transfers between all workers of a fleet are made here; this class owns those under
     way."""
 
-    def __init__(self, heap: Heap, *, timeout_s: float) -> None:
+    def __init__(self, heap: Heap, *, timeout_s: float, switch: Pipe | None = None) -> None:
+        """`switch`: what all transfers go over beside both NICs; None where it never blocks."""
+        self._switch = () if switch is None else (switch,)
         self.bytes = 0
         self.count = 0
         self._heap = heap
@@ -134,7 +136,7 @@ class Transfers:
             self._wait(wish, now, is_first=is_first)
             return
         count = round((held - room.start) * target.unit_bytes) + len(points) * target.point_bytes
-        done_s = through((source.nic.out, target.nic.back), count, now)
+        done_s = through((source.nic.out, *self._switch, target.nic.back), count, now)
         self.bytes += count
         self.count += 1
         is_late = done_s > wish.asked_s + self._timeout_s
