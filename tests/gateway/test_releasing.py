@@ -45,6 +45,8 @@ class Node:
 
     def __init__(self, says: RpcAnswer | None) -> None:
         self.asked: list[RpcRequest] = []
+        """To hand a session over, or to end it."""
+        self.let_go: list[SessionId] = []
         self.says = says
         self._nonces: set[int] = set()
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -59,7 +61,9 @@ class Node:
             if isinstance(request, Cancel):
                 await self._socket.send_multipart([*envelope, encode(Cancelled())])
             elif isinstance(request, ReleaseSession):
-                if nonce not in self._nonces:  # else it is said again
+                if request.epoch is None:
+                    self.let_go.append(request.session_id)
+                elif nonce not in self._nonces:  # else it is said again
                     self.asked.append(request)
                 self._nonces.add(nonce)
                 if self.says is not None:
@@ -148,8 +152,10 @@ def test_the_owner_is_asked_and_its_word_is_followed(
                 assert node.asked == [wanted]
                 assert await turn() is owner
         assert node.asked == [wanted] * times
-        assert gateway.turns.releasing.counts == {outcome: times}
-        assert gateway.turns.lines.asked["release_session"] == times
+        assert set(node.let_go) == {wanted.session_id}, "when the guest began to answer"
+        counts = dict(gateway.turns.releasing.counts)
+        counts.pop("let_go", None)
+        assert counts == {outcome: times}
         node.close()
 
     play(
@@ -199,7 +205,7 @@ def test_an_owner_that_cannot_be_asked_costs_nobody_a_turn(play: Play) -> None:
         for _ in range(4):
             answer = await client.post("/v1/completions", x__session__id="a")
             assert answer.status == 200
-        await until_async(lambda: world.gateway.turns.releasing.counts == {"unreachable": 2})
+        await until_async(lambda: world.gateway.turns.releasing.counts["unreachable"] == 2)
         assert json.loads(answer.body)
 
     play(
@@ -224,10 +230,46 @@ def test_the_owner_is_told_that_the_last_turn_was_done_elsewhere(play: Play) -> 
         answer = await client.post("/v1/completions", **final)
         assert world.engine_of(answer) is guest
         await until_async(lambda: gateway.turns.releasing.counts["released"])
+        await until_async(lambda: node.let_go)
         name = line_of(guest.seen[-1][0]).name
         assert name is not None
         assert node.asked == [ReleaseSession(SessionId(name), EPOCH)]
         node.close()
+
+    play(
+        scenario,
+        policy="round_robin",
+        states=[record(0, None), record(1, None)],
+        health_interval_s=0.05,
+    )
+
+
+def test_a_session_that_moved_is_let_go_at_its_former_worker_without_a_directory(
+    play: Play,
+) -> None:
+    """As soon as the new worker begins to answer; nobody is asked again while it stays there."""
+
+    async def scenario(world: World) -> None:
+        gateway, engines = world.gateway, world.engines
+        nodes = [Node(Released()) for _ in engines]
+        for number, (engine, node) in enumerate(zip(engines, nodes, strict=True)):
+            engine.states, engine.says = record(number, node.address), stamp(number)
+        names = [WorkerId(f"127.0.0.1:{engine.port}") for engine in engines]
+        await until_async(lambda: all(gateway.turns.lines.of(name) for name in names))
+        client = await world.client()
+
+        async def turn() -> Any:
+            return world.engine_of(await client.post("/v1/completions", x__session__id="a"))
+
+        before = engines.index(await turn())
+        now = engines.index(await turn())
+        assert now != before, "round robin"
+        await until_async(lambda: gateway.turns.releasing.counts["let_go"] == 1)
+        name = line_of(engines[now].seen[-1][0]).name
+        assert (nodes[before].let_go, nodes[now].let_go) == ([name], [])
+        assert not any(node.asked for node in nodes)
+        for node in nodes:
+            node.close()
 
     play(
         scenario,

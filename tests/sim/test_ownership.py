@@ -247,7 +247,9 @@ def test_what_moves_is_let_go_by_its_former_owner_after_the_turn_elsewhere() -> 
         heap.run_some(1)
     (asked,) = moved
     (source,) = (worker for worker in fleet.workers if worker.unit == asked.source)
-    assert source.cache.sessions.get(asked.session) is None
+    left = source.cache.sessions.get(asked.session)
+    assert left is None or not left.is_referenced
+    assert left is None or left.stop is None or left.stop.is_let_go
     heard: list[Claimed | None] = []
     fleet.ownership.find(asked.session, lambda found, _now: heard.append(found), heap.now + 1.0)
     heap.run(until_s=heap.now + 2.0)

@@ -257,8 +257,9 @@ class Sessions:
         session.is_referenced = False
 
     def release(self, session_id: SessionId) -> int:
-        """Forget the session. Frees nothing: its blocks are ordinary ones from now on. Returns how
-        many of them, at the end of its path, no branch and no running turn needs.
+        """Forget the session, which is over. Frees nothing: what it alone stood on goes before all
+        else from now on. Returns how many of its blocks, at the end of its path, no branch and no
+        running turn needs.
 
         Raises InvalidInput when the id is unknown.
         """
@@ -268,6 +269,8 @@ class Sessions:
         node, depth = session.node, session.depth
         stop = self._tree.lift(session)
         if stop is not None:
+            if not stop.anchors:
+                self._tree.let_go(stop)
             self._tree.prune(stop)
         session.row = None
         session.is_referenced = False
@@ -275,6 +278,24 @@ class Sessions:
             self._tree.unlock(session.pin)
             session.pin = None
         return 0 if node is None else max(0, depth - node.floor)
+
+    def let_go(self, session_id: SessionId) -> None:
+        """Have what the session alone stands on go before all else, since it goes on elsewhere.
+
+        Its record stays until nothing of it is left, as one of which no turn was counted. Raises
+        InvalidInput when the id is unknown, or a turn of it runs.
+        """
+        session = self._by_id.get(session_id)
+        if session is None or session.running:
+            problem = f"{session_id!r} is unknown" if session is None else "a turn of it runs"
+            raise InvalidInput("session_id", problem, "name a session that is idle here")
+        session.version, session.tip, session.row = 0, None, None
+        self._dereference(session)
+        if session.pin is not None:
+            self._tree.unlock(session.pin)
+            session.pin = None
+        if session.stop is not None and len(session.stop.anchors or ()) == 1:
+            self._tree.let_go(session.stop)
 
     def reorder(self, session_id: SessionId) -> None:
         """Have the eviction order look again at what the session stands at: it may be worth

@@ -21,7 +21,7 @@ from ownerserve.cli.gateway_config import LOG, RereadCommand, read_again, read_s
 from ownerserve.cli.gateway_file import config_option
 from ownerserve.cli.gateway_network import network_options
 from ownerserve.cli.gateway_processes import ServedAt, SettingsReader, say_where, serve_processes
-from ownerserve.cli.options import PORT, Finite, curve_key_option
+from ownerserve.cli.options import PORT, DelayMs, Finite, curve_key_option
 from ownerserve.cli.output import OutputFile
 from ownerserve.gateway.admin import admin_server
 from ownerserve.gateway.checking import check
@@ -390,6 +390,15 @@ def _policies() -> str:
     metavar="SECONDS",
     help="Ask a second worker too for a streamed turn of which nothing has come for so long; the"
     " first to begin is passed on, the other is hung up on. Default: never.",
+)
+@click.option(
+    "--news-ms",
+    type=DelayMs(),
+    default="50",
+    show_default=True,
+    metavar="MS|none",
+    help="What came to or went from a worker's memory is heard so long after it was said, at most;"
+    " none: never, and a session is looked for where its turns ran.",
 )
 @click.option(
     "--otlp-endpoint",

@@ -31,6 +31,18 @@ class Finite(click.FloatRange):
         return float(super().convert(number, param, ctx))
 
 
+class DelayMs(click.types.StringParamType):
+    """This kind takes milliseconds, a minute at most, or `none`, which is None to the command:
+    never."""
+
+    name = "milliseconds"
+    _MS = Finite(min=0, max=60_000)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or None."""
+        return None if value == "none" else self._MS.convert(value, param, ctx)
+
+
 class Count(click.types.StringParamType):
     """This kind takes parameters of a model, as 3.3B, 700M or a plain number; a float to the
     command."""

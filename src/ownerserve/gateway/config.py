@@ -121,6 +121,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     health_slow_s: float = 0.75
     """A worker whose probe is unanswered for so long is told of as slow: with the interval before
     the probe that is within 2 s."""
+    news_ms: float | None = 50.0
+    """What came to or went from a worker's tiers is heard so long after it was said, at most; None:
+    never."""
     decisions_kept: int = 1000
     settings: Settings = DEFAULTS
     queue: QueueSettings = QueueSettings()

@@ -86,6 +86,7 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Gone,
+    LetGo,
     Misjudged,
     NotComputedApart,
     Refuse,
@@ -519,7 +520,9 @@ class Turns:
         answer = answer_of(head.status, stamp)
         session = dispatch.session
         owner = None if session is None else self._owner_of(session)
-        self.state.handle(FirstByte(dispatch.receipt, stamp.status, answer), now)
+        began = self.state.handle(FirstByte(dispatch.receipt, stamp.status, answer), now)
+        if isinstance(began, LetGo) and self.rollout.is_normal:
+            self.releasing.let_go(began)
         if session is not None and owner is not None:
             self.observer.owner_changes.look(
                 session, owner, self._owner_of(session), how="answered", now_s=now

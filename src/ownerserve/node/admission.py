@@ -181,14 +181,14 @@ class Admission:
         return Released()
 
     def release_session(self, session_id: SessionId) -> Released | Reject:
-        """Release the session, which has gone elsewhere: what it has here is ordinary cached state
-        from now on. Rejected while a turn of it runs."""
+        """Release the session, which has gone elsewhere: what it has here goes before all else.
+        Rejected while a turn of it runs."""
         session = self._sessions.get(session_id)
-        if session is None:
-            return self._refuse(WorkerRefusal.UNKNOWN_SESSION)
-        if session.running:
+        if session is not None and session.running:
             return self._refuse(WorkerRefusal.SESSION_IS_RUNNING)
-        self._sessions.release(session_id)
+        if session is None or not session.version:
+            return self._refuse(WorkerRefusal.UNKNOWN_SESSION)
+        self._sessions.let_go(session_id)
         return Released()
 
     # ---- told by the engine
@@ -316,10 +316,10 @@ class RoomQueue:
         self._walks.retain(turn_id, self._let_on[turn_id], now)
 
     def over(self, turn_id: TurnId) -> None:
-        """Forget the turn, which has ended or was given up, and release what it retained."""
+        """Forget the turn, which has ended or was given up; `Walks.over` releases what it
+        retained."""
         self._waiting.pop(turn_id, None)
         self._let_on.pop(turn_id, None)
-        self._cache.residents.release(turn_id)
 
     def next_due(self) -> float | None:
         """Return the instant at which `let_on` has something to do; 0: now; None: nobody waits."""

@@ -210,18 +210,22 @@ class NodeState:
         return []
 
     def _handle_on_device(self, event: Event, now: float) -> list[Effect]:
-        """Handle an event where no tier lies below the device: turns start at once, and nothing is
-        copied."""
+        """Handle an event where no tier lies below the device: turns start at once, and what of
+        their prompts is resident goes last until they are over. Nothing is copied."""
         match event:
-            case TurnArrived(turn_id, session_id):
+            case TurnArrived(turn_id, session_id, tokens):
                 self._turns[turn_id] = session_id
+                self.walks.arrived(event)
+                self.walks.retain(turn_id, tokens, now)
                 return [Start(turn_id)]
             case TurnEnded(turn_id):
+                self.walks.over(turn_id)
                 session_id = self._turns.pop(turn_id, None)
                 if session_id is not None:
                     self.on_device.ended(session_id)
             case TurnGone(turn_id):
                 self._turns.pop(turn_id, None)
+                self.walks.over(turn_id)
             case SessionOver(session_id):
                 self.inventory.forget(session_id)
             case Tick():
@@ -278,6 +282,7 @@ class NodeState:
             is_due = self.cache.pressure.is_due or self.on_device.is_due
             return 0.0 if is_due else self.cache.sessions.next_due()
         instants = (
+            0.0 if self.on_device.is_due else None,
             self.room_queue.next_due(),
             self.restores.next_deadline(),
             self.pressure_relief.next_due(),

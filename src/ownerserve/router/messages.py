@@ -332,10 +332,10 @@ class SessionEnd(msgspec.Struct, frozen=True, gc=False):
 
 Settling = (
     WorkerUp | WorkerDown | WorkerLeft | Drain | Stamped | Reported | Gone | Claimed
-    | FirstByte | ComputedApart | Outrun | LegFailed | Broken | Aborted | SessionEnd | ReleaseEnded
+    | ComputedApart | Outrun | LegFailed | Broken | Aborted | SessionEnd | ReleaseEnded
 )  # fmt: skip
 Placing = Arrive | Failed | Unpromised | Misjudged | NotComputedApart | CarryOn
-Event = Placing | Hedge | Done | Settling
+Event = Placing | Hedge | FirstByte | Done | Settling
 
 # Outcomes
 
@@ -380,9 +380,18 @@ class AskRelease(msgspec.Struct, frozen=True, gc=False):
     target: RoutingUnit
 
 
+class LetGo(msgspec.Struct, frozen=True, gc=False):
+    """This outcome asks `source`, which had the session until now, to let its cached state go
+    before any other: another worker has begun to answer. Nothing waits for it, and nothing is told
+    of it."""
+
+    session: SessionId
+    source: RoutingUnit
+
+
 class Noted(msgspec.Struct, frozen=True, gc=False):
     """This outcome says that the event was taken in and there is nothing to do."""
 
 
 NOTED = Noted()
-Outcome = Dispatch | Refuse | AskRelease | Noted
+Outcome = Dispatch | Refuse | AskRelease | LetGo | Noted

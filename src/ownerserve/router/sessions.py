@@ -381,17 +381,21 @@ class SessionTable:
         self._move_home(session, worker, worker.life)
         session.heading = receipt
 
-    def answered(self, session: RoutedSession, worker: Worker, receipt: Receipt) -> None:
+    def answered(self, session: RoutedSession, worker: Worker, receipt: Receipt) -> Worker | None:
         """Note that `worker` began to answer that dispatch: it owns the session, unless a later
-        dispatch was answered before."""
+        dispatch was answered before. Return the live worker that owned it until now; None: there
+        is none, or it is the same."""
         if session.is_forgotten:
-            return
+            return None
+        former = None
         if receipt >= session.answered_by:
+            former = session.live_owner
             session.answered_by = receipt
             if session.home is worker and not _is_in(worker, session.owner, session.owner_life):
                 session.moved_at_s = session.last_move_s
             session.owner, session.owner_life = worker, worker.life
         self._settle(session, receipt)
+        return None if former is worker else former
 
     def lost(self, session: RoutedSession, receipt: Receipt) -> None:
         """Note a dispatch that came to nothing before a first byte: the next turn goes to the

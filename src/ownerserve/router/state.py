@@ -73,6 +73,7 @@ from ownerserve.router.messages import (
     Gone,
     Hedge,
     LegFailed,
+    LetGo,
     Misjudged,
     NotComputedApart,
     Noted,
@@ -270,6 +271,8 @@ class RouterState:
     @overload
     def handle(self, event: Hedge, now: float) -> Dispatch | Noted: ...
     @overload
+    def handle(self, event: FirstByte, now: float) -> LetGo | Noted: ...
+    @overload
     def handle(self, event: Done, now: float) -> AskRelease | Noted: ...
     @overload
     def handle(self, event: Settling, now: float) -> Noted: ...
@@ -372,7 +375,7 @@ class RouterState:
         self.account.refusals[refusal] += 1
         return Refuse(refusal)
 
-    def _first_byte(self, event: FirstByte, now: float) -> Noted:
+    def _first_byte(self, event: FirstByte, now: float) -> LetGo | Noted:
         live = self._live.get(event.receipt)
         if live is None:
             raise InvariantViolated(f"invariant 5: first byte for no receipt {event.receipt}")
@@ -383,9 +386,10 @@ class RouterState:
             self.fleet.heard(event.status, now)
             if self.fleet.find(event.status.unit) is live.decision.worker:
                 life = live.decision.worker.life  # who answers may be younger than was known
-        if not live.has_answered:
-            self._answered(live, event, life)
-        return NOTED
+        former = None if live.has_answered else self._answered(live, event, life)
+        if former is None or former.unit is None or live.name is None:
+            return NOTED
+        return LetGo(live.name, former.unit)
 
     def _split(self, receipt: Receipt) -> _Live:
         live = self._live.get(receipt)
@@ -420,20 +424,20 @@ class RouterState:
             session.pending += live.parts()
         return _told(live, event.receipt, request)
 
-    def _answered(self, live: _Live, event: FirstByte | Done, life: int) -> None:
+    def _answered(self, live: _Live, event: FirstByte | Done, life: int) -> Worker | None:
         """Note that an answer of the worker's `life` begins, by what its own lines say of the
-        session."""
+        session; return who had the session until now."""
         if isinstance(event, FirstByte) and event.answer is Answer.ERROR:
             self._came_to_nothing(live, event.receipt)
-            return
+            return None
         live.has_answered = True
         session, worker = live.session, live.decision.worker
         if session is None:
-            return
+            return None
         if worker.life == life:
-            self.sessions.answered(session, worker, event.receipt)
-        else:
-            self.sessions.lost(session, event.receipt)  # that state is gone
+            return self.sessions.answered(session, worker, event.receipt)
+        self.sessions.lost(session, event.receipt)  # that state is gone
+        return None
 
     def _came_to_nothing(self, live: _Live, receipt: Receipt) -> None:
         """Undo a dispatch that ended without a turn's first byte: as if it had not been sent."""

@@ -12,12 +12,16 @@ entry is put back under the present key. Whatever lowers a key calls `tree.expos
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import Victim
 from ownerserve.cache.policies.base import EvictionPolicy, PolicyPrices
 from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.prefix_tree import Freed, Key, Node, PrefixTree, ResumeDepth
+
+GOES_FIRST = -inf
+"""What was let go has this key, which lies before any policy's."""
 
 LOOK_TAILS = 32
 """Entries of the order that a look at what goes next takes; what follows them costs as much."""
@@ -111,7 +115,8 @@ class Evictor:
                 floor = stops[-2].depth  # below it another stop's heat counts
             count = min(need, end - floor)
             tree.trim(node, count, freed)  # what is left stays the heap's top
-            policy.evicted(present)
+            if present[0] != GOES_FIRST:
+                policy.evicted(present)
             need -= count
         return freed
 
@@ -199,6 +204,8 @@ class Evictor:
     def _tail_key(self, stop: ResumeDepth, node: Node) -> Key:
         """Return the key of the blocks of `node` behind its last but one stop; `stop` is its
         last."""
+        if stop.is_let_go:
+            return (GOES_FIRST,)
         view, tokens, depth = self._view, self.block_tokens, stop.depth
         blocks = depth - self.segment_floor(node)
         view.heat, view.is_point, view.is_backed = stop, False, False
@@ -304,7 +311,7 @@ class Evictor:
         gone: list[int | None] = [None] * len(stop.slots)
         gone[index] = stop.slots[index]
         freed = Freed([], [gone], int(lost))
-        if lost:
+        if lost and not stop.is_let_go:
             self.policy.evicted(self._lost_key(stop))
         stop.slots[index] = None
         if self.tree.slid is not None and stop.anchors:
@@ -320,6 +327,8 @@ class Evictor:
     def _point_key(self, stop: ResumeDepth) -> Key:
         """Return the key of a stop's point state. What is incomplete goes first: it restores
         nothing."""
+        if stop.is_let_go:
+            return (GOES_FIRST,)
         return (float(stop.is_complete), *self._lost_key(stop))
 
     def _lost_key(self, stop: ResumeDepth) -> Key:

@@ -90,7 +90,7 @@ class ResumeDepth(msgspec.Struct, eq=False):
     `refs` counts the sessions whose soft reference is alive; `anchors` holds all whose frontier is
     here. `slots` is None, or has an entry a point component: None for one that is not resident.
     `queued` is the key under which the evictor has each of them waiting. `holds` counts open
-    spills, `trimmed` the blocks lost behind it.
+    spills, `trimmed` the blocks lost behind it. `is_let_go`: nobody will come back for it here.
     """
 
     node: Node
@@ -108,6 +108,7 @@ class ResumeDepth(msgspec.Struct, eq=False):
     queued: list[Key | None] | None = None
     backed: tuple[str, ...] = ()
     is_cooled: bool = False
+    is_let_go: bool = False
 
     def absorb(self, other: ResumeDepth) -> None:
         """Take over heat and sessions of a stop that slid down to this depth."""
@@ -117,6 +118,7 @@ class ResumeDepth(msgspec.Struct, eq=False):
         self.inflation = max(self.inflation, other.inflation)
         self.trimmed = max(self.trimmed, other.trimmed)
         self.refs += other.refs
+        self.is_let_go = self.is_let_go and other.is_let_go
         if other.anchors:
             if self.anchors:
                 self.anchors.update(other.anchors)  # in place: there may be thousands
@@ -403,6 +405,7 @@ class PrefixTree:
         if stop.anchors is None:
             stop.anchors = {}
         stop.anchors[session.session_id] = session
+        stop.is_let_go = False
         stop.refs += session.is_referenced
         session.stop = stop
 
@@ -425,6 +428,19 @@ class PrefixTree:
         if stop.slots is not None and not stop.is_cooled:
             stop.is_cooled = True
             self.cooled.append(stop)
+
+    def let_go(self, stop: ResumeDepth) -> None:
+        """Have what only led to `stop`, at an interval's end, go before all else: nobody will come
+        back to it here. What others stand on, or branch off from, stays as it is."""
+        node = stop.node
+        if stop.depth != node.end or stop.depth <= node.branch_top:
+            return
+        for above in reversed(node.stops):
+            others = 1 if above is stop else 0
+            if above.depth <= node.branch_top or len(above.anchors or ()) > others:
+                return
+            above.is_let_go = True
+            self.cool(above)
 
     def expose(self, node: Node) -> None:
         """Have the evictor look at the tail of `node`: it may have become free, or worth less."""

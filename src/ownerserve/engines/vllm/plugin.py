@@ -57,6 +57,7 @@ from ownerserve.kv.wire.headers import (
     encode_answer_line,
 )
 from ownerserve.kv.wire.rpc import (
+    NEWS_WAIT_MS,
     AskLine,
     LineIs,
     ListHeld,
@@ -292,7 +293,11 @@ class OwnerServeEndpoints:
         after = request.query_params.get("after", "0")
         if not _is_number(after):
             return _json(400, {"error": f"after: {after!r} is no number; send a page's last, or 0"})
-        return await self._asked(ListHeld(int(after)), request)
+        wait_ms = request.query_params.get("wait_ms", "0")
+        if not _is_number(wait_ms):
+            return _json(400, {"error": f"wait_ms: {wait_ms!r} is no number; send milliseconds"})
+        asked = ListHeld(int(after), min(int(wait_ms), NEWS_WAIT_MS))
+        return await self._asked(asked, request)
 
     def _served(self) -> tuple[str, ...]:
         """Return all names that this server answers to, adapters among them."""

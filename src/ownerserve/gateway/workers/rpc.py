@@ -34,7 +34,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from enum import StrEnum
 
 import zmq
@@ -69,7 +69,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.router.decision import Decision, TurnClass
 from ownerserve.router.knowledge import end_of
-from ownerserve.router.messages import AskRelease, Dispatch, ReleaseEnd, ReleaseEnded
+from ownerserve.router.messages import AskRelease, Dispatch, LetGo, ReleaseEnd, ReleaseEnded
 from ownerserve.router.sessions import SessionTable
 
 log = logging.getLogger("ownerserve.gateway")
@@ -399,12 +399,20 @@ class Releasing:
         known = None if target is None else ReleaseSession(wanted.session, wanted.epoch, target)
         self._begin(wanted, known)
 
+    def let_go(self, wanted: LetGo) -> None:
+        """Begin to ask the session's former worker to let its cached state go first; how that ends
+        is counted."""
+        self._keep(self._let_go(wanted))
+
     def end(self, wanted: AskRelease) -> None:
         """Begin to ask the owner to end the session, whose last turn was done at the target."""
         self._begin(wanted, ReleaseSession(wanted.session, wanted.epoch))
 
     def _begin(self, wanted: AskRelease, request: ReleaseSession | None) -> None:
-        task = asyncio.get_running_loop().create_task(self._ask(wanted, request))
+        self._keep(self._ask(wanted, request))
+
+    def _keep(self, asking: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(asking)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -416,12 +424,16 @@ class Releasing:
     async def _ask(self, wanted: AskRelease, request: ReleaseSession | None) -> None:
         end = ReleaseEnd.KEPT
         try:
-            end = self._end_of(await self._answer(wanted, request))
+            end = self._end_of(await self._answer(wanted.source, request))
         finally:
             self._tell(ReleaseEnded(wanted.session, wanted.epoch, end))
 
-    async def _answer(self, wanted: AskRelease, request: ReleaseSession | None) -> Said | str:
-        line = self._lines.of(wanted.source.worker)
+    async def _let_go(self, wanted: LetGo) -> None:
+        answer = await self._answer(wanted.source, ReleaseSession(wanted.session))
+        self.counts["let_go"] += isinstance(answer, Released)
+
+    async def _answer(self, source: RoutingUnit, request: ReleaseSession | None) -> Said | str:
+        line = self._lines.of(source.worker)
         if line is None or request is None:
             return "unreachable"
         answer = await line.ask(request, RELEASE_S)

@@ -143,10 +143,16 @@ class Cancelled(msgspec.Struct, frozen=True, tag="cancelled"):
 
 class ListHeld(msgspec.Struct, frozen=True, tag="list_held"):
     """ListHeld asks what is held, as far as it was said after the word number `after`; `PageIs`
-    answers it.
+    answers it: at once where there is such a word, else with the next one, or an empty page after
+    `wait_ms` (NEWS_WAIT_MS at most).
     """
 
     after: int
+    wait_ms: int = 0
+
+
+NEWS_WAIT_MS = 1000
+"""A question for news is held so long at most."""
 
 
 class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):

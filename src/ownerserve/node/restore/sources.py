@@ -81,8 +81,10 @@ class Walks:
             self._prompts[event.turn_id] = _Prompt(session_id, hashed, blocks)
 
     def over(self, turn_id: TurnId) -> None:
-        """Forget the turn, which has ended or is gone; one that never came is no error."""
+        """Forget the turn, which has ended or is gone, and release what it retained; one that never
+        came is no error."""
         self._prompts.pop(turn_id, None)
+        self._cache.residents.release(turn_id)
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match:
         """Return how much of `tokens` the cache has resident, and at which points the turn could go

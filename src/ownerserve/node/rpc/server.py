@@ -28,6 +28,7 @@ from ownerserve.kv.wire.framed import FramedClient, FramedServer
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
+    NEWS_WAIT_MS,
     NO_NONCE,
     AskLine,
     Cancel,
@@ -114,6 +115,11 @@ class Flights:
             self._by_nonce.pop(flight.nonce, None)
         return flight
 
+    def next_ms(self, now: float) -> float | None:
+        """Return in how many ms the first flight is overdue, POLL_MS at least; None: none ever."""
+        until_s = min((flight.until_s for flight in self._open.values()), default=NEVER_S)
+        return None if until_s == NEVER_S else max(POLL_MS, (until_s - now) * 1e3)
+
     def overdue(self, now: float) -> list[Flight]:
         """Remove the flights that were waited for long enough and return them."""
         late = [flight for flight in self._open.values() if flight.until_s <= now]
@@ -193,8 +199,8 @@ class RpcServer:
 
     def _serve(self) -> None:
         """Do one round: take one request, say what was answered, refuse what took too long. It
-        waits until there is something to do; while requests are in flight, for POLL_MS at most."""
-        ready = dict(self._poller.poll(POLL_MS if len(self._flights) else None))
+        waits until there is something to do, or a request in flight is given up."""
+        ready = dict(self._poller.poll(self._flights.next_ms(time.monotonic())))
         if self._bell.fileno() in ready:
             self._bell.recv(4096)
         if self._socket in ready:
@@ -243,7 +249,9 @@ class RpcServer:
         match request:
             case Reserve():
                 return min(max(2 * self._step_s(), RESERVE_MIN_S), RESERVE_MAX_S)
-            case Probe() | Status() | ListHeld() | AskLine():
+            case ListHeld(wait_ms=wait_ms):
+                return ANSWER_S + min(wait_ms, NEWS_WAIT_MS) / 1e3
+            case Probe() | Status() | AskLine():
                 return ANSWER_S
             case _:
                 return NEVER_S

@@ -15,7 +15,7 @@ from functools import partial
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, RoutingUnit
-from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd, ReleaseEnded
+from ownerserve.router.messages import AskRelease, Claimed, LetGo, ReleaseEnd, ReleaseEnded
 from ownerserve.router.state import RouterState
 from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.timeline.heap import Heap
@@ -65,17 +65,35 @@ class Claims:
         if claimed is not None:
             self._router.handle(claimed, now)
 
+    def let_go(self, wanted: LetGo, now: float) -> None:
+        """Ask the session's former worker to let its cached state go first."""
+        self._heap.at(now + self._ownership.delay_s, partial(self._let_go, wanted))
+
+    def _let_go(self, asked: LetGo, now: float) -> None:
+        source = self._living(asked.source)
+        if source is not None:
+            _let_go(source, asked.session)
+
+    def _living(self, unit: RoutingUnit) -> SimWorker | None:
+        return next((one for one in self._workers if one.is_up and one.unit == unit), None)
+
     def ask(self, wanted: AskRelease, now: float) -> None:
         """Ask the owner of a session to hand it over."""
         self._heap.at(now + self._ownership.delay_s, partial(self._release, wanted))
 
     def _release(self, asked: AskRelease, now: float) -> None:
         """Hear the question at the source, and answer. A worker that is down says nothing."""
-        living = (worker for worker in self._workers if worker.is_up)
-        source = next((worker for worker in living if worker.unit == asked.source), None)
+        source = self._living(asked.source)
         end = ReleaseEnd.KEPT
         if source is not None and not source.has_turn_of(asked.session):
             end = self._ownership.release(asked, now)
-            if end is ReleaseEnd.RELEASED and source.cache.sessions.get(asked.session) is not None:
-                source.cache.sessions.release(asked.session)  # ordinary cached state from now on
+            if end is ReleaseEnd.RELEASED:
+                _let_go(source, asked.session)
         self._router.handle(ReleaseEnded(asked.session, asked.epoch, end), now)
+
+
+def _let_go(worker: SimWorker, session: SessionId) -> None:
+    """Have what the worker has of a session that runs elsewhere go first, as its admission does."""
+    known = worker.cache.sessions.get(session)
+    if known is not None and not known.running:
+        worker.cache.sessions.let_go(session)

@@ -33,6 +33,7 @@ from ownerserve.router.messages import (
     Failed,
     Failure,
     FirstByte,
+    LetGo,
     Refuse,
     Reported,
     WorkerDown,
@@ -264,7 +265,9 @@ class SimFleet:
             return  # the prefill part of a turn that decodes elsewhere
         live.has_begun = True
         status = gauge.status(live.worker, now)
-        self.router.handle(FirstByte(live.dispatch.receipt, status), now)
+        moved = self.router.handle(FirstByte(live.dispatch.receipt, status), now)
+        if isinstance(moved, LetGo):
+            self.claims.let_go(moved, now)
         self.claims.began(live.turn.name, live.worker.unit, now)
         self._report(live, now)
 

@@ -60,6 +60,8 @@ from ownerserve.node.admission import (
     Standing,
     probe_seed,
 )
+from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.news import NewsWaiters
 
 logger = logging.getLogger(__name__)
 
@@ -300,6 +302,11 @@ class LoopPort(Protocol):
     standing: Standing
     step_s: float
 
+    @property
+    def inventory(self) -> Inventory:
+        """`inventory` is what is held here."""
+        ...
+
     def run(self, deliver: DeliverEvents) -> None:
         """Serve on the calling thread until told to stop."""
         ...
@@ -335,6 +342,7 @@ class AsyncEngine:
 
     def __init__(self, loop: LoopPort) -> None:
         self._steps = loop
+        self._news: NewsWaiters | None = None
         self._streams: dict[str, RequestStream] = {}
         self._thread: threading.Thread | None = None
         self._asyncio: asyncio.AbstractEventLoop | None = None
@@ -345,6 +353,11 @@ class AsyncEngine:
         return self._steps.latest
 
     @property
+    def held(self) -> Inventory:
+        """`held` is the inventory of what is held here; any thread may read or watch it."""
+        return self._steps.inventory
+
+    @property
     def dead_because(self) -> str | None:
         """`dead_because` says why the engine thread ended; None while it runs."""
         return self._steps.inbox.closed_because
@@ -352,6 +365,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Start the engine thread."""
         self._asyncio = asyncio.get_running_loop()
+        self._news = NewsWaiters(self.held)
         # Daemon: a second Ctrl-C must end the process even in the middle of a long step.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -406,9 +420,12 @@ class AsyncEngine:
         """Return the seconds that the last step took."""
         return self._steps.step_s
 
-    async def inventory(self, after: int, timeout_s: float) -> Page:
-        """Return a page of what is held here, of the words after number `after`; raises as `status`
-        does."""
+    async def inventory(self, after: int, timeout_s: float, *, wait_s: float = 0.0) -> Page:
+        """Return a page of what is held here, of the words after number `after`, waiting for one up
+        to `wait_s` seconds; raises as `status` does."""
+        if wait_s > 0 and self._news is not None and self.dead_because is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(self._news.wait(after)), wait_s)
         answer: Future[Page] = Future()
         self._steps.inbox.put(AskInventory(after, answer))
         return await asyncio.wait_for(asyncio.wrap_future(answer), timeout_s)

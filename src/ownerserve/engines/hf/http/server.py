@@ -66,6 +66,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import PrefixSalt
 from ownerserve.kv.wire.headers import MODEL_HEADER, received_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import NEWS_WAIT_MS
 from ownerserve.node.ownership.ownership import OwnerIs
 
 T = TypeVar("T")
@@ -133,11 +134,15 @@ class Endpoints:
         return json_response(await self._in_time(self._worker.engine.cache(HEALTH_TIMEOUT_S)))
 
     async def inventory(self, http: HttpRequest) -> Response:
-        """Answer with a page of what is held here, of the words after number `after`."""
-        after = http.query_params.get("after", "0")
-        if not (after.isascii() and after.isdigit() and len(after) < 19):
-            raise InvalidInput("after", f"{after!r} is no number", "send a page's last, or 0")
-        page = self._worker.engine.inventory(int(after), HEALTH_TIMEOUT_S)
+        """Answer with a page of what is held here, of the words after number `after`; where there
+        is none, of the next one, waiting for `wait_ms`, NEWS_WAIT_MS at most."""
+        asked = {"after": "0", "wait_ms": "0", **http.query_params}
+        for name in ("after", "wait_ms"):
+            if not (asked[name].isascii() and asked[name].isdigit() and len(asked[name]) < 19):
+                mend = "send a page's last, or 0" if name == "after" else "send milliseconds"
+                raise InvalidInput(name, f"{asked[name]!r} is no number", mend)
+        wait_s = min(int(asked["wait_ms"]), NEWS_WAIT_MS) / 1e3
+        page = self._worker.engine.inventory(int(asked["after"]), HEALTH_TIMEOUT_S, wait_s=wait_s)
         return json_response(await self._in_time(page))
 
     async def metrics(self, http: HttpRequest) -> Response:

@@ -23,7 +23,7 @@ from ownerserve.engines.hf.scheduling.step import AdmittedPrompt, Chunk, StepPla
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
-from ownerserve.node.restore.sources import LOADS
+from ownerserve.node.restore.sources import LOADS, Walks
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.vocabulary.chains import PromptPrefix
 from ownerserve.node.vocabulary.events import (
@@ -190,8 +190,8 @@ class Restoring(Protocol):
 
 
 class WithoutNode:
-    """`WithoutNode` serves a loop without a node: turns run with what the device has; short room is
-    evicted."""
+    """`WithoutNode` serves a loop without a node: turns run with what the device has, which goes
+    last while they wait; short room is evicted."""
 
     def __init__(self, cache: HeteroCache, scheduler: Scheduler) -> None:
         self.inventory = Inventory()
@@ -199,6 +199,7 @@ class WithoutNode:
         self._pressure = cache.pressure
         self._sessions = cache.sessions
         self._scheduler = scheduler
+        self._walks = Walks(cache)
         self._session_of: dict[TurnId, SessionId] = {}
         self.calibration = Calibration(None)
 
@@ -212,9 +213,14 @@ class WithoutNode:
         return 0
 
     def arrived(self, turn_id: TurnId, request: EngineRequest, prompt: PromptPrefix) -> None:
-        """Remember the turn's session, of whose state the inventory tells."""
-        if request.session_id:
-            self._session_of[turn_id] = SessionId(request.session_id)
+        """Retain what the device has of the queued turn's prompt, and remember its session, of
+        whose state the inventory tells."""
+        session = SessionId(request.session_id) if request.session_id else None
+        if session is not None:
+            self._session_of[turn_id] = session
+        event = TurnArrived(turn_id, session, prompt.tokens, Backlog(0, 0), hashed=prompt.hashed)
+        self._walks.arrived(event)
+        self._walks.retain(turn_id, prompt.tokens, time.monotonic())
 
     def poll(self) -> None:
         """End soft references and make room where little is left; called between two steps."""
@@ -227,6 +233,8 @@ class WithoutNode:
         self._on_device.tick()
 
     def wait_s(self) -> float | None:
+        if self._on_device.is_due:
+            return 0.0
         due = self._sessions.next_due()
         return None if due is None else max(0.0, due - time.monotonic())
 
@@ -238,6 +246,7 @@ class WithoutNode:
     def ended(self, turn_ids: Iterable[TurnId]) -> None:
         """Tell in the inventory what the turns' sessions have on the device."""
         for turn_id in turn_ids:
+            self._walks.over(turn_id)
             session_id = self._session_of.pop(turn_id, None)
             if session_id is not None:
                 self._on_device.ended(session_id)
@@ -245,6 +254,7 @@ class WithoutNode:
     def gone(self, turn_id: TurnId) -> None:
         """Forget the turn, whose request was given up or has failed."""
         self._session_of.pop(turn_id, None)
+        self._walks.over(turn_id)
 
     def over(self, session_id: SessionId) -> None:
         """Strike the session out of the inventory: it is over, and nobody will ask for it."""

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -25,12 +26,13 @@ from typing import Any
 import msgspec
 
 from ownerserve.engines.vllm.layout.shape import StateShape
-from ownerserve.engines.vllm.scheduler_side.in_pool import InPool, PoolEvents, PoolWatch
+from ownerserve.engines.vllm.scheduler_side.in_pool import STIR_S, InPool, PoolEvents, PoolWatch
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.rpc import Admit, PageIs, Probe, RpcAnswer
 from ownerserve.node.ownership.inventory import BELOW, Inventory, Residency
+from ownerserve.node.ownership.news import NEWS_WAITERS
 from ownerserve.node.restore.foretelling import planned_tokens
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import Forget, Locate, Located, RecordsLost, Remember
@@ -46,8 +48,19 @@ log = logging.getLogger("vllm.ownerserve")
 PAUSE_S = 1.0
 """After a mistake of ours, and between two tries to open an index that is not there yet."""
 JOIN_S = 5.0
+NEVER_S = float("inf")
 
 Chore = Callable[[], None]
+
+
+class _AskedPage(msgspec.Struct, eq=False):
+    """An `_AskedPage` is a question for the words above `after`, which waits for one until
+    `until_s`."""
+
+    after: int
+    unit: RoutingUnit
+    until_s: float
+    answer: Future[RpcAnswer] = msgspec.field(default_factory=Future)
 
 
 class Holding:
@@ -68,6 +81,7 @@ class Holding:
         self._events: PoolEvents = deque()
         self._in_pool: InPool | None = None
         self._planning: tuple[Planner, Prices] | None = None
+        self._waiting: list[_AskedPage] = []
         self._journal: Journal | None = Journal(journal)
         self._inbox: SimpleQueue[Chore | None] = SimpleQueue()
         found = self._journal.found
@@ -123,12 +137,12 @@ class Holding:
 
     # -- asked by the RPC's thread -------------------------------------------------------------
 
-    def page(self, after: int, unit: RoutingUnit) -> Future[RpcAnswer]:
-        """Ask for a page of the words after number `after`, as `unit`'s; the thread answers the
-        future."""
-        answer: Future[RpcAnswer] = Future()
-        self._tell(lambda: self._say(after, unit, answer))
-        return answer
+    def page(self, after: int, unit: RoutingUnit, *, wait_s: float = 0.0) -> Future[RpcAnswer]:
+        """Ask for a page of the words after number `after`, as `unit`'s; where there is none, of
+        the next one, after `wait_s` seconds at the latest. The thread answers the future."""
+        asked = _AskedPage(after, unit, _now() + wait_s)
+        self._tell(lambda: self._say(asked))
+        return asked.answer
 
     def admitted(self, admit: Admit, asked: Probe) -> Future[RpcAnswer]:
         """Ask to have it told with `admit` what is here of the session that is asked about, and
@@ -158,13 +172,16 @@ class Holding:
         """Do what is due, then the next thing that was told; False: it is time to go."""
         self._look()
         due_s = self._residency.next_due()
-        try:
+        if self._waiting:  # what vLLM took is noted, and nobody is stirred by its last step
+            until_s = min(one.until_s for one in self._waiting)
+            due_s = min(until_s, _now() + STIR_S, NEVER_S if due_s is None else due_s)
+        chore: Chore | None = self._answer_waiting
+        with suppress(Empty):
             chore = self._inbox.get(timeout=None if due_s is None else max(0.0, due_s - _now()))
-        except Empty:
-            return True
         if chore is not None:
             chore()
             self._write_down()
+            self._answer_waiting()
         return chore is not None
 
     def _look(self) -> None:
@@ -216,11 +233,26 @@ class Holding:
             names, self.inventory, self._operations, can_replay=self._can_replay
         )
 
-    def _say(self, after: int, unit: RoutingUnit, answer: Future[RpcAnswer]) -> None:
-        if answer.set_running_or_notify_cancel():
-            self._look_at_the_pool()
-            page = self.inventory.page(after, incarnation=unit.incarnation)
-            answer.set_result(PageIs(msgspec.structs.replace(page, rank=unit.dp_rank)))
+    def _say(self, asked: _AskedPage) -> None:
+        self._waiting.append(asked)
+        while len(self._waiting) > NEWS_WAITERS:
+            self._answer_page(self._waiting.pop(0))
+
+    def _answer_waiting(self) -> None:
+        """Answer who asked for words that are there now, or has waited for long enough."""
+        if not self._waiting:
+            return
+        self._look_at_the_pool()
+        last, now = self.inventory.last, _now()
+        due = [one for one in self._waiting if one.after != last or one.until_s <= now]
+        self._waiting = [one for one in self._waiting if one not in due]
+        for one in due:
+            self._answer_page(one)
+
+    def _answer_page(self, asked: _AskedPage) -> None:
+        if asked.answer.set_running_or_notify_cancel():
+            page = self.inventory.page(asked.after, incarnation=asked.unit.incarnation)
+            asked.answer.set_result(PageIs(msgspec.structs.replace(page, rank=asked.unit.dp_rank)))
 
     def _say_held(self, admit: Admit, asked: Probe, answer: Future[RpcAnswer]) -> None:
         session_id = asked.session_id

@@ -187,7 +187,7 @@ class NodeRpcHandler:
     def answer(self, request: RpcRequest) -> Future[RpcAnswer]:
         """Answer a request at once, but for what is held: there is nobody else to wait for."""
         if isinstance(request, ListHeld):
-            return self._holding.page(request.after, self._unit)
+            return self._holding.page(request.after, self._unit, wait_s=request.wait_ms / 1e3)
         answer = self._answer(request)
         if isinstance(answer, Admit) and isinstance(request, Probe) and request.session_id:
             return self._holding.admitted(answer, request)
