@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -108,6 +109,7 @@ def test_without_news_it_goes_where_nothing_is_left() -> None:
 
 def test_an_idle_loop_goes_round_at_once_for_what_its_last_step_evicted() -> None:
     driver = Driver(DENSE, blocks=8)
+    driver.now = time.monotonic()
     node = WithoutNode(driver.cache, Scheduler(driver.cache, LIMITS))
     driver.turn("1", blocks_of(0, 1, 2), session="a")
     node.inventory.has(SessionId("a"), Tier.DEVICE, 48, digest=None)

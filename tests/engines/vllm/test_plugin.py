@@ -77,6 +77,7 @@ def test_the_routes_answer_for_the_engine_core(tmp_path: Path) -> None:
         assert report[case][:2] == [200, None], case
     status, page = report["inventory"]
     assert (status, page["incarnation"], page["last"]) == (200, unit["incarnation"], 7)
+    assert page["floor"] == 0 and report["news"][1]["floor"] == 30, "so long news is waited for"
     assert report["no number"][0] == 400
     assert report["admit"] == [200, {"type": "admit", "ahead_prefill_tokens": 250}]
     for case, reason in {

@@ -19,14 +19,14 @@ if os.environ.get("OWNERSERVE_CUT"):
 class Nothing:
     """What a store without a session tells."""
 
-    def page(self, after: int, unit: Any) -> Any:
+    def page(self, after: int, unit: Any, *, wait_s: float) -> Any:
         from concurrent.futures import Future
 
         from ownerserve.kv.wire.inventory import Page
         from ownerserve.kv.wire.rpc import PageIs
 
         answer: Any = Future()
-        answer.set_result(PageIs(Page(unit.incarnation, last=after)))
+        answer.set_result(PageIs(Page(unit.incarnation, floor=round(1e3 * wait_s), last=after)))
         return answer
 
 
@@ -165,6 +165,7 @@ def play(server: Server, store: Path, report: dict[str, object]) -> None:
     report["turn, bad line"] = turn("{")
     report["turn of no gateway"] = turn(None)
     report["inventory"] = ask("/ownerserve/inventory?after=7")
+    report["news"] = ask("/ownerserve/inventory?after=7&wait_ms=30")
     report["no number"] = ask("/ownerserve/inventory?after=-1")
     report["admit"] = ask("/ownerserve/admit", {"tokens": 500})
     report["too long"] = ask("/ownerserve/admit", {"tokens": 1001})
