@@ -115,10 +115,10 @@ class Flights:
             self._by_nonce.pop(flight.nonce, None)
         return flight
 
-    def next_ms(self, now: float) -> float | None:
+    def next_ms(self, now: float) -> int | None:
         """Return in how many ms the first flight is overdue, POLL_MS at least; None: none ever."""
         until_s = min((flight.until_s for flight in self._open.values()), default=NEVER_S)
-        return None if until_s == NEVER_S else max(POLL_MS, (until_s - now) * 1e3)
+        return None if until_s == NEVER_S else max(POLL_MS, int((until_s - now) * 1e3))
 
     def overdue(self, now: float) -> list[Flight]:
         """Remove the flights that were waited for long enough and return them."""
