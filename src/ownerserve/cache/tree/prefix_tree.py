@@ -429,19 +429,6 @@ class PrefixTree:
             stop.is_cooled = True
             self.cooled.append(stop)
 
-    def let_go(self, stop: ResumeDepth) -> None:
-        """Have what only led to `stop`, at an interval's end, go before all else: nobody will come
-        back to it here. What others stand on, or branch off from, stays as it is."""
-        node = stop.node
-        if stop.depth != node.end or stop.depth <= node.branch_top:
-            return
-        for above in reversed(node.stops):
-            others = 1 if above is stop else 0
-            if above.depth <= node.branch_top or len(above.anchors or ()) > others:
-                return
-            above.is_let_go = True
-            self.cool(above)
-
     def expose(self, node: Node) -> None:
         """Have the evictor look at the tail of `node`: it may have become free, or worth less."""
         if not node.is_exposed:

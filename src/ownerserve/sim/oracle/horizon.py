@@ -130,4 +130,4 @@ class Foresight:
     def _look_at(self, name: SessionId) -> None:
         """Have evictors look at a conversation's state, which may be worth less than before."""
         for worker in self._workers:
-            worker.cache.sessions.reorder(name)
+            worker.cache.residents.reorder(name)

@@ -353,11 +353,6 @@ class AsyncEngine:
         return self._steps.latest
 
     @property
-    def held(self) -> Inventory:
-        """`held` is the inventory of what is held here; any thread may read or watch it."""
-        return self._steps.inventory
-
-    @property
     def dead_because(self) -> str | None:
         """`dead_because` says why the engine thread ended; None while it runs."""
         return self._steps.inbox.closed_because
@@ -365,7 +360,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Start the engine thread."""
         self._asyncio = asyncio.get_running_loop()
-        self._news = NewsWaiters(self.held)
+        self._news = NewsWaiters(self._steps.inventory)
         # Daemon: a second Ctrl-C must end the process even in the middle of a long step.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
