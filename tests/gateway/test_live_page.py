@@ -31,6 +31,7 @@ def statement(incarnation: int) -> bytes:
     load = {
         "as_of_s": 1.0, "kv_bytes_free": 20 * MIB, "kv_bytes_evictable": 12 * MIB,
         "kv_bytes_total": 64 * MIB, "running_sequences": 3, "pending_prefill_tokens": 2048,
+        "busy_share": 0.375, "refill_shares": [[1000, 0.0625], [64000, 2.5]],
     }  # fmt: skip
     device = {
         "slots": {"full": 32, "window" + EVIL: 8},
@@ -78,6 +79,8 @@ def test_the_page_shows_what_the_gateway_knows(browser: Browser, tmp_path: Path)
         shown = browser.until_text("workers", "memory", f"127.0.0.1:{engines[1].port}", EVIL)
         assert "32.0 MiB in use, 12.0 MiB idle, 20.0 MiB free, of 64.0 MiB" in shown
         assert "full: 22.0 MiB of 32.0 MiB" in shown
+        assert "busy: 38 %" in shown
+        assert "refill share: 0.063 at 1,000, 2.5 at 64,000 tokens" in shown
         assert browser.text("workers").count("● up") == 2
         found = httpx.get(f"{running.admin_url}/sessions").json()["sessions"]
         shown = browser.until_text("sessions", EVIL, f"127.0.0.1:{engines[0].port} disk, 1,280")

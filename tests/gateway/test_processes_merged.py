@@ -29,7 +29,8 @@ from tests.support.gateway.world import World
 
 OWN = {
     "canary_share", "certificate_end_timestamp_seconds", "discovered_workers", "mode",
-    "process_life", "worker_extents", "worker_queue_seconds", "worker_up",
+    "process_life", "worker_busy_share", "worker_extents", "worker_queue_seconds",
+    "worker_refill_share", "worker_up",
 }  # fmt: skip
 """Gauges that all relays tell alike."""
 SUMMED = {

@@ -130,6 +130,13 @@ def test_what_refilling_it_costs_and_how_busy_it_is_are_heard_with_its_load(play
         assert worker.load.busy_share == 0.75
         found = [worker.load.refill_share(tokens) for tokens in (10, 60, 360)]
         assert found == pytest.approx([0.25, 0.25, 4.0])
+        metrics = (await admin(world, "/metrics")).text
+        place = f'worker="{worker.id}"'
+        assert f"ownerserve_gateway_worker_busy_share{{{place}}} 0.75" in metrics
+        refill = f'ownerserve_gateway_worker_refill_share{{tokens="400",{place}}} 4.0'
+        assert refill in metrics
+        (shown,) = (await admin(world, "/status")).json()["workers"]
+        assert (shown["busy_share"], shown["refill_shares"]) == (0.75, [[100, 0.25], [400, 4.0]])
 
     play(scenario, engines=1, states=[msgspec.json.encode(stated("m", 1.0, 1.0))])
 

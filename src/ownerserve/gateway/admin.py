@@ -117,6 +117,8 @@ def _load(gateway: Gateway, worker: Worker) -> WorkerLoadRow:
         queue_ms=round(worker.queue_ms, 3),
         batch=worker.batch,
         occupancy=round(worker.occupancy, 4),
+        busy_share=worker.load.busy_share,
+        refill_shares=worker.load.refill_shares,
         profile=_profile(gateway, worker),
         device_memory=device_memory(gateway.monitors[worker.id]),
         connections_opened=pool.opened,

@@ -266,6 +266,7 @@ class GatewayCollector(Collector):
         for worker in self._gateway.state.fleet:
             queues.add_metric([worker.id], worker.queue_ms / 1000.0)
         yield queues
+        yield from self._shares()
         problems = CounterMetricFamily(
             _P + "worker_statement_problems",
             "Statements of a worker (/ownerserve/status) in which a field could not be used.",
@@ -306,6 +307,28 @@ class GatewayCollector(Collector):
             "Sessions known.",
             value=len(self._gateway.state.sessions),
         )
+
+    def _shares(self) -> Iterator[Metric]:
+        """Yield what workers say of their time; those that do not say it have no line."""
+        busy = GaugeMetricFamily(
+            _P + "worker_busy_share",
+            "Part of the last minute in which the worker's engine computed, by its last word.",
+            labels=["worker"],
+        )
+        refill = GaugeMetricFamily(
+            _P + "worker_refill_share",
+            "Part of its time that the worker would spend on bringing back what it displaces, if "
+            "it took so many tokens of state more, by its last word.",
+            labels=["worker", "tokens"],
+        )
+        for worker in self._gateway.state.fleet:
+            load = worker.load
+            if load.busy_share is not None:
+                busy.add_metric([worker.id], load.busy_share)
+            for one in load.refill_shares:
+                refill.add_metric([worker.id, str(one.tokens)], one.share)
+        yield busy
+        yield refill
 
 
 def _part(part: GatewayPart) -> Iterator[Metric]:

@@ -15,7 +15,7 @@ from ownerserve.gateway.owner_changes import Heard
 from ownerserve.gateway.roster import Stay
 from ownerserve.gateway.workers.components import ComponentMemory
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Tier
-from ownerserve.kv.wire.status import ProfileStatement
+from ownerserve.kv.wire.status import ProfileStatement, RefillShare
 from ownerserve.router.decision import DispatchReason, TurnClass
 from ownerserve.router.messages import Arm
 from ownerserve.router.requests.identity import SessionSource
@@ -123,6 +123,8 @@ class WorkerLoadRow(AdminAnswer):
     queue_ms: float
     batch: float
     occupancy: float
+    busy_share: float | None
+    refill_shares: Sequence[RefillShare]
     profile: PricedBy
     device_memory: DeviceMemory | None
     connections_opened: int

@@ -33,7 +33,9 @@ _WORKER_SUMMED = (
     "connections_opened", "connections_reused", "connections_idle",
 )  # fmt: skip
 _WORKER_LARGEST = ("queue_ms", "batch", "occupancy")
-_WORKER_ALIKE = ("worker", "dp_rank", "incarnation", "model", "profile")
+_WORKER_ALIKE = (
+    "worker", "dp_rank", "incarnation", "model", "profile", "busy_share", "refill_shares",
+)  # fmt: skip
 WORKER_KEYS = {*_WORKER_SUMMED, *_WORKER_LARGEST, *_WORKER_ALIKE, "up", "device_memory"}
 """All that a status says of a worker: what is new there belongs to one of these."""
 _ALIKE = ("policy", "mode", "discovery")

@@ -22,8 +22,10 @@ LARGEST = frozenset(
         _P + "discovered_workers",
         _P + "mode",
         _P + "process_life",
+        _P + "worker_busy_share",
         _P + "worker_extents",
         _P + "worker_queue_seconds",
+        _P + "worker_refill_share",
         _P + "worker_up",
     }
 )
