@@ -122,3 +122,18 @@ def test_what_a_worker_said_is_forgotten_with_its_life_and_read_by_size() -> Non
     fleet.heard(replace(said, as_of=3.0), 3.0)
     fleet.heard(status(worker.id, 1.0, incarnation=2), 4.0)
     assert (worker.load.refill_share(10), worker.load.busy_share) == (None, None)
+
+
+def test_a_prompt_is_prefilled_elsewhere_only_where_that_displaces_nobody_who_comes_back() -> None:
+    """What it computes lies there too until the room is needed."""
+    fleet = fleet_of(ABLE, ABLE)
+    home, other = fleet
+    load(home, sequences=40)
+    turn = request(40_000, turn=TurnClass.NEW_LONG_PREFIX)
+    states(fleet, other, CALM)
+    calm = {one.action for one in decide(turn, fleet).alternatives}
+    assert PlacementAction.REMOTE_PREFILL in calm
+    for number, worker in enumerate(fleet):
+        fleet.heard(replace(status(worker.id, 2.0 + number), refill_shares=FULL), 2.0 + number)
+    full = {one.action for one in decide(turn, fleet).alternatives}
+    assert full == {PlacementAction.COLOCATED_PREFILL}

@@ -78,6 +78,14 @@ class PlacementPricer:
         self._lambda = settings.memory_ms_per_gib / GIB
         self._delta = settings.duplicate_ms_per_gib / GIB
         self._mu = settings.interference
+        self._refill_most = settings.move_refill_share
+
+    def takes(self, worker: Worker, tokens: float) -> bool:
+        """Return whether `worker` may be given so much state that could be elsewhere: what that
+        displaces lasts long enough beside what bringing it back takes, or the worker does not
+        say. A gate and no price."""
+        share = worker.load.refill_share(tokens)
+        return share is None or share <= self._refill_most
 
     def local(self, request: RoutingRequest, worker: Worker) -> Option:
         """Price computing at `worker` whatever its device does not hold."""
@@ -219,7 +227,9 @@ def options_at(
     offer = _offer(request.turn, profile.actions)
     if offer.apart:
         prefill = next(iter(fleet.least_prefill(1)), worker)
-        if prefill is not worker and shares_state(prefill, worker):
+        new_tokens = request.prompt_tokens - request.cached_on(prefill)
+        is_other = prefill is not worker and shares_state(prefill, worker)
+        if is_other and pricer.takes(prefill, new_tokens):
             options.append(pricer.apart(request, worker, prefill))
     if not request.copies or request.spec_digest != profile.spec_digest:
         return options

@@ -114,11 +114,9 @@ class OwnerServe:
         return waits_ms + excess * (self._settings.interference * prefill_ms + slower_ms)
 
     def _takes(self, request: RoutingRequest, worker: Worker) -> bool:
-        """Return whether the session may move to the worker: what that would displace lasts long
-        enough beside what bringing it back takes, or the worker does not say."""
+        """Return whether the session may move to the worker."""
         tokens = request.prompt_tokens + request.output_tokens - request.cached_on(worker)
-        share = worker.load.refill_share(tokens)
-        return share is None or share <= self._settings.move_refill_share
+        return self._pricer.takes(worker, tokens)
 
     def _wish(
         self, request: RoutingRequest, home: Worker, target: Worker | None, best: Option
