@@ -52,7 +52,7 @@ def test_a_session_that_is_over_leaves_what_goes_first(policy: str) -> None:
 
 
 def test_the_session_comes_back_and_is_one_like_others() -> None:
-    driver = three_idle("cost-aware")
+    driver = three_idle("lru")
     driver.cache.sessions.let_go(SessionId("c"))
     driver.now = 6.0
     driver.turn("again", blocks_of(8, 9, 10, 11), session="c")
@@ -61,7 +61,7 @@ def test_the_session_comes_back_and_is_one_like_others() -> None:
 
 
 def test_what_another_session_stands_on_stays_as_it_is() -> None:
-    driver = Driver(DENSE, blocks=12, policy=EVICTION_POLICIES["cost-aware"]())
+    driver = Driver(DENSE, blocks=12, policy=EVICTION_POLICIES["lru"]())
     driver.turn("a", blocks_of(0, 1), session="a")
     driver.now = 1.0
     driver.turn("b", blocks_of(0, 1, 2, 3), session="b")
@@ -78,7 +78,7 @@ def test_what_another_session_stands_on_stays_as_it_is() -> None:
 
 
 def test_a_turn_that_waits_here_keeps_what_was_let_go() -> None:
-    driver = three_idle("cost-aware")
+    driver = three_idle("lru")
     driver.cache.sessions.let_go(SessionId("c"))
     driver.cache.residents.retain("t", blocks_of(8, 9, 10, 11), driver.now)  # type: ignore[arg-type]
     driver.evict(4)
@@ -87,7 +87,7 @@ def test_a_turn_that_waits_here_keeps_what_was_let_go() -> None:
 
 
 def test_one_that_runs_or_is_unknown_is_not_let_go() -> None:
-    driver = three_idle("cost-aware")
+    driver = three_idle("lru")
     with pytest.raises(InvalidInput, match="unknown"):
         driver.cache.sessions.let_go(SessionId("nobody"))
     driver.evict(1)
