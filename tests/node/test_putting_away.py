@@ -313,8 +313,9 @@ def test_a_record_says_what_its_key_says() -> None:
     assert names.point_meta("swa", 7, digests) == msgspec.structs.replace(
         wanted, descriptor=descriptor
     )
-    cells = list(names.cells(10))
-    ids = {
-        names.range_id(name, cell, digests): cell for cell in cells for name in ("main", "index")
-    }
-    assert names.range_ids(cells, digests) == ids
+    for depth in (0, 3, 4, 8, 10):
+        ids = [
+            tuple(names.range_id(name, cell, digests) for name in names.range_names)
+            for cell in names.cells(depth)
+        ]
+        assert list(names.range_ids(depth, digests)) == ids

@@ -411,7 +411,8 @@ class IdleSpills:
             return None
         names, unstored = self._names, Counter[int]()
         pieces = deque(names.cells(session.depth))
-        missing = names.range_ids(pieces, digests)
+        by_cell = names.range_ids(session.depth, digests)
+        missing = {id_: cell for cell, ids in zip(pieces, by_cell, strict=True) for id_ in ids}
         # The newest first: it is what the next turn most likely goes on from.
         for depth in sorted(idle.points, reverse=True):
             if names.point_names and depth <= session.depth:
