@@ -223,6 +223,7 @@ def test_whole_lines_are_passed_on_though_the_next_has_begun() -> None:
     assert whole_frames(b"0\r\n\r\n") == whole_frames(b"1") == whole_frames(b"x\r\n") == 0
 
 
+@pytest.mark.slow
 def test_every_stream_of_a_worker_that_is_killed_hears_it() -> None:
     """SIGKILL of a process with many streams: not one may end in silence, or look whole."""
 

@@ -49,6 +49,7 @@ def gateway(ready: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
             process.stdout.close()
 
 
+@pytest.mark.slow
 def test_it_announces_itself_serves_and_leaves(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     with gateway(ready) as process:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.service import Gateway
@@ -32,6 +34,7 @@ def test_with_the_defaults_it_is_told_within_two_seconds() -> None:
     assert config.health_slow_s < config.health_timeout_s
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_told_of_as_slow_and_is_not_taken_out(
     entries: list[dict[str, Any]],
 ) -> None:

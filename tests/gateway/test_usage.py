@@ -25,7 +25,7 @@ from ownerserve.router.requests.body import (
 )
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile
-from tests.support.examples import examples
+from tests.support.examples import LETTERS, examples
 from tests.support.gateway.world import Play
 
 World = Any
@@ -99,7 +99,7 @@ def test_a_models_own_length_is_the_limit_where_its_worker_states_it() -> None:
 
 NUMBERS = (
     st.integers() | st.integers(min_value=0, max_value=HUGE) | st.floats() | st.booleans()
-    | st.none() | st.text(max_size=5) | st.lists(st.integers(), max_size=2)
+    | st.none() | st.text(LETTERS, max_size=5) | st.lists(st.integers(), max_size=2)
 )  # fmt: skip
 KEYS = st.sampled_from([
     "prompt_tokens", "input_tokens", "completion_tokens", "output_tokens",

@@ -26,6 +26,7 @@ from ownerserve.kv.wire.status import (
     refill_share_at,
     unit_statement,
 )
+from tests.support.examples import LETTERS
 
 UNIT = RoutingUnit(WorkerId("own-name"), 1, Incarnation(1_700_000_000_123_456_789))
 SHARES = (RefillShare(0, 0.0), RefillShare(8192, 0.5), RefillShare(32768, 2.5))
@@ -183,8 +184,10 @@ def test_what_is_no_record_says_so(text: bytes) -> None:
 
 
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63) | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    st.none() | st.booleans() | st.integers(-(1 << 63), 1 << 63) | st.floats() | st.text(LETTERS),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(LETTERS), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 FIELDS = sorted(

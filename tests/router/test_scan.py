@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.router.requests.body import CONTROL_KEYS, Usage, scan, scan_response_id, scan_usage
-from tests.support.examples import examples
+from tests.support.examples import LETTERS, examples
 
 
 def test_fields_are_sliced_at_their_offsets() -> None:
@@ -61,7 +61,7 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
 
 KEYS = st.sampled_from([*sorted(CONTROL_KEYS), "messages", "tools", "a", 'q"', "é", ""])
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(0, 120) | st.text(max_size=6),
+    st.none() | st.booleans() | st.integers(0, 120) | st.text(LETTERS, max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )

@@ -106,6 +106,8 @@ class FairLine:
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
+        self._waiting: dict[str, _Tenant] = {}
+        """Tenants of whom a turn is in line."""
         self._at: dict[Ticket, InLine] = {}
         self._virtual = 0.0
         self._clean_at = FLOWS_MIN
@@ -119,6 +121,7 @@ class FairLine:
         tenant, flow = self._flows(turn)
         if not tenant.waiting:
             tenant.tag = max(tenant.tag, self._virtual)
+            self._waiting[turn.tenant] = tenant
         if not flow.turns:
             flow.tag = max(flow.tag, tenant.virtual)
         tenant.waiting += 1
@@ -127,7 +130,7 @@ class FairLine:
 
     def first(self) -> InLine:
         """Return who is next; the line is not empty."""
-        waiting = (tenant for tenant in self._tenants.values() if tenant.waiting)
+        waiting = self._waiting.values()
         tenant = min(waiting, key=lambda tenant: (tenant.tag, tenant.first()))
         return next(iter(tenant.next_class().turns.values()))
 
@@ -135,11 +138,10 @@ class FairLine:
         """Yield all in the order in which they would be let in one by one; the line may change
         meanwhile, and what is yielded does not follow."""
         heap = []
-        for tenant in self._tenants.values():
-            if tenant.waiting:
-                ones = tenant.in_order()
-                one = next(ones)
-                heap.append((tenant.tag, one.ticket, one, ones))
+        for tenant in self._waiting.values():
+            ones = tenant.in_order()
+            one = next(ones)
+            heap.append((tenant.tag, one.ticket, one, ones))
         heapify(heap)
         while heap:
             tag, _, one, ones = heappop(heap)
@@ -161,7 +163,7 @@ class FairLine:
         tenant, flow = self._flows(turn)
         cost = turn.cost_tokens
         self._virtual = _charge(
-            tenant, self._virtual, self._tenants.values(), cost=cost / tenant.weight
+            tenant, self._virtual, self._waiting.values(), cost=cost / tenant.weight
         )
         tenant.virtual = _charge(
             flow, tenant.virtual, tenant.classes.values(), cost=cost / flow.share
@@ -174,6 +176,8 @@ class FairLine:
             tenant, flow = self._flows(one.turn)
             del flow.turns[ticket]
             tenant.waiting -= 1
+            if not tenant.waiting:
+                del self._waiting[one.turn.tenant]
         return one
 
     def place(self, ticket: Ticket) -> LinePlace:
@@ -186,9 +190,9 @@ class FairLine:
         shares of its tenant and its class bring until those of its own before it are through."""
         weight, priorities, own = turn.terms.weight, turn.terms.priorities, turn.session_class
         others, share, mine = 0.0, 1.0, 0
-        for name, tenant in self._tenants.items():
+        for name, tenant in self._waiting.items():
             if name != turn.tenant:
-                others += tenant.weight if tenant.waiting else 0.0
+                others += tenant.weight
                 continue
             classes = {own} | {one for one, flow in tenant.classes.items() if flow.turns}
             share = priorities.of(own) / sum(map(priorities.of, classes))
