@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.fleet import room_tokens
 from ownerserve.router.policies import make_policy
-from ownerserve.router.pricing import takes_all
+from ownerserve.router.pricing import least_with_room, takes_all
 from ownerserve.router.settings import Settings
 from tests.support.examples import examples
 from tests.support.router.fleets import ABLE, GIB, fleet_of, load, owned, status
@@ -73,3 +73,15 @@ def test_what_says_nothing_of_its_memory_has_room() -> None:
     load(home, pending=HOT)
     load(list(fleet)[1], pending=500)
     assert fleet.candidates(None).least_with_room(10**9, but=home, takes=takes_all) is last
+
+
+def test_who_may_not_take_it_is_passed_over_however_idle() -> None:
+    fleet = fleet_of(ABLE, ABLE, ABLE)
+    home, idle, busier = fleet
+    load(home, pending=HOT)
+    load(busier, pending=500)
+    found = [
+        least_with_room(owned(home, context=1000), home, fleet.candidates(None), takes=takes)
+        for takes in (takes_all, lambda worker: worker is not idle, lambda worker: False)
+    ]
+    assert found == [idle, busier, None]
