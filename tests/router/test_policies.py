@@ -8,7 +8,8 @@ from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.decision import DispatchReason, RoutingRequest
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.policies import make_policy
-from ownerserve.router.worker import Profile, WorkerRole
+from ownerserve.router.sessions import Copy, Use
+from ownerserve.router.worker import Profile, Worker, WorkerRole
 from tests.support.router.fleets import ABLE, PLAIN, SPEED, fleet_of, load, on, owned, request
 
 PD = [
@@ -182,3 +183,21 @@ def test_a_session_starts_on_the_faster_of_two_idle_workers(name: str) -> None:
         media=SPEED.media, kv_bytes_per_token=1000.0,
     ))  # fmt: skip
     assert choose(name, request(20_000), fleet_of(slow, slow, quick))[0] == "w2"
+
+
+KV_AWARE = ("lmetric", "lmetric_gate", "kv_aware", "multi_owner", "preble", "llm_d_precise")
+
+
+@pytest.mark.parametrize("policy", KV_AWARE)
+def test_what_lies_in_host_memory_counts_as_what_lies_on_the_device(policy: str) -> None:
+    """A copy that its worker loads sooner than it computes; one that it would leave does not."""
+    fleet = fleet_of(*[PLAIN] * 3)
+    holder = list(fleet)[1]
+    assert choose(policy, held(holder, Tier.HOST), fleet)[0] == holder.id
+    assert choose(policy, held(holder, Tier.HOST, use=Use.LEFT), fleet)[0] != holder.id
+
+
+def held(holder: Worker, tier: Tier, *, use: Use = Use.BY_PRICE) -> RoutingRequest:
+    """A turn of 100,000 tokens, all of whose state but 500 lies in one tier of `holder`."""
+    copy = Copy(holder, holder.life, tier, 99_500, use)
+    return request(100_000, copies=(copy,))

@@ -27,9 +27,9 @@ import msgspec
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.sessions import Copy
+from ownerserve.router.sessions import Copy, Use
 from ownerserve.router.settings import Settings
-from ownerserve.router.worker import Worker
+from ownerserve.router.worker import Speed, Worker
 
 
 class Label(enum.StrEnum):
@@ -202,6 +202,17 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
                 tokens = copy.tokens
         return tokens if tokens < self.known_tokens else self.known_tokens if tokens else 0
 
+    def reusable_on(self, worker: Worker) -> int:
+        """Return how many tokens of the prompt `worker` has in any tier of its own and need not
+        compute: on its device, or below it where it loads them sooner than it computes them."""
+        tokens = self.cached_on(worker)
+        for copy in self.copies:
+            if copy.worker is worker and copy.tokens > tokens and copy.tier is not _DEVICE:
+                count = copy.tokens if copy.tokens < self.known_tokens else self.known_tokens
+                if count > tokens and _is_loaded(copy, count, worker.speed):
+                    tokens = count
+        return tokens
+
     def holders(self, fleet: EligibleWorkers) -> list[Worker]:
         """Return the workers of `fleet` that hold the beginning of the prompt, in whatever tier."""
         copies = self.copies
@@ -217,6 +228,15 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     def _holding(self) -> list[Worker]:
         workers = dict.fromkeys(copy.worker for copy in self.copies)
         return [worker for worker in workers if worker is not None]
+
+
+def _is_loaded(copy: Copy, tokens: int, speed: Speed) -> bool:
+    """Return whether a worker of that speed loads `tokens` of a copy in a tier of its own rather
+    than compute them: by its own word, else by its prices."""
+    if copy.use is not Use.BY_PRICE:
+        return copy.use is Use.LOADED
+    load_ms = speed.media[copy.tier].ms(speed.sequence_bytes(tokens))
+    return load_ms < speed.prefill.ms(tokens, 0)
 
 
 class Option(msgspec.Struct, frozen=True, gc=False):

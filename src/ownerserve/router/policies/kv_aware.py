@@ -26,7 +26,7 @@ class KvAware:
         most = max(max(worker.pending_tokens for worker in fleet), request.prompt_tokens)
 
         def cost(worker: Worker) -> tuple[float, int, int, int]:
-            share = request.cached_on(worker) / request.prompt_tokens
+            share = request.reusable_on(worker) / request.prompt_tokens
             load = worker.pending_tokens / most
             crowd = worker.bound_sessions + worker.batch
             return LOAD_WEIGHT * load - share, crowd, worker.passed, worker.order

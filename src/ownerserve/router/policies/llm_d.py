@@ -26,12 +26,12 @@ class LlmdPrecise:
         """Choose a worker of `fleet` for the request, and say why."""
         queues = [worker.pending_tokens for worker in fleet]
         shortest, longest = min(queues), max(queues)
-        most = max(request.cached_on(worker) for worker in fleet)
+        most = max(request.reusable_on(worker) for worker in fleet)
 
         def lacking(worker: Worker) -> tuple[float, int, int, int]:
             score = MEMORY_WEIGHT * (1.0 - worker.occupancy)
             if most:
-                score += PREFIX_WEIGHT * request.cached_on(worker) / most
+                score += PREFIX_WEIGHT * request.reusable_on(worker) / most
             if longest > shortest:
                 waiting = longest - worker.pending_tokens
                 score += QUEUE_WEIGHT * waiting / (longest - shortest)

@@ -30,7 +30,7 @@ class LMetric:
 def lmetric(request: RoutingRequest, worker: Worker) -> tuple[int, int, int, int]:
     """Return the key that orders workers: the product, then who is there already, then stable
     order."""
-    new_tokens, load = request.prompt_tokens - request.cached_on(worker), worker.load
+    new_tokens, load = request.prompt_tokens - request.reusable_on(worker), worker.load
     product = (load.pending_tokens + new_tokens) * (worker.batch + 1)
     return product, worker.bound_sessions, worker.passed, worker.order
 
@@ -50,7 +50,7 @@ class LMetricGate:
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         """Choose a worker of `fleet` for the request, and say why."""
         needed = GATE_SHARE * request.prompt_tokens
-        holders = [w for w in request.holders(fleet) if request.cached_on(w) > needed]
+        holders = [w for w in request.holders(fleet) if request.reusable_on(w) > needed]
         if not holders:
             return self._base.decide(request, fleet)
         return run_at(

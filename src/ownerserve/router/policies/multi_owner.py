@@ -26,7 +26,7 @@ class MultiOwner:
         batches = [worker.batch for worker in fleet]
         low, high = min(batches), max(batches)
         needed = MATCH_SHARE * request.prompt_tokens
-        holders = [w for w in request.holders(fleet) if request.cached_on(w) > needed]
+        holders = [w for w in request.holders(fleet) if request.reusable_on(w) > needed]
         if not holders:
             return start_at(request, fleet.least_one())
         if high - low > APART_REQUESTS and high > APART_RATIO * low:

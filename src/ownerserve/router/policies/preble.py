@@ -25,11 +25,11 @@ class Preble:
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         """Choose a worker of `fleet` for the request, and say why."""
-        longest = max((request.cached_on(w) for w in request.holders(fleet)), default=0)
+        longest = max((request.reusable_on(w) for w in request.holders(fleet)), default=0)
         if 2 * longest <= request.prompt_tokens:
             best = min(fleet, key=lambda worker: _cost(request, worker))
             return run_at(request, best, DispatchReason.SCORE)
-        holders = [w for w in request.holders(fleet) if request.cached_on(w) == longest]
+        holders = [w for w in request.holders(fleet) if request.reusable_on(w) == longest]
         holder = min(holders, key=lambda worker: _load_ms(request, worker))
         lightest = min(fleet, key=lambda worker: _load_ms(request, worker))
         if _load_ms(request, holder) > BALANCE * _load_ms(request, lightest):
@@ -45,7 +45,7 @@ def _load_ms(request: RoutingRequest, worker: Worker) -> float:
 
 
 def _cost(request: RoutingRequest, worker: Worker) -> tuple[float, int, int, int]:
-    cached, prefill = request.cached_on(worker), worker.speed.prefill
+    cached, prefill = request.reusable_on(worker), worker.speed.prefill
     rest_ms = prefill.ms(request.prompt_tokens - cached, cached)
     room_ms = worker.occupancy * prefill.ms(request.prompt_tokens, 0)
     total_ms = _load_ms(request, worker) + room_ms + rest_ms

@@ -27,7 +27,7 @@ class SMetric:
         """Choose a worker of `fleet` for the request, and say why."""
         home, is_hot = request.home, False
         if home is not None and request.turns:
-            is_hit = request.cached_on(home) > HIT_SHARE * request.prompt_tokens
+            is_hit = request.reusable_on(home) > HIT_SHARE * request.prompt_tokens
             is_hot = home.queue_ms > SLACK_MS
             if is_hit and not is_hot:
                 return run_at(request, home, DispatchReason.OWNER)

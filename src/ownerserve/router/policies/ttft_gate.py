@@ -32,5 +32,5 @@ class TtftGate:
 
 
 def _ttft_ms(request: RoutingRequest, worker: Worker) -> float:
-    cached = request.cached_on(worker)
+    cached = request.reusable_on(worker)
     return worker.queue_ms + worker.speed.prefill.ms(request.prompt_tokens - cached, cached)
