@@ -140,6 +140,30 @@ def test_a_record_that_went_shortens_what_is_told_and_all_of_them_end_it() -> No
     assert not driver.file, "and a later life is not told of it"
 
 
+def next_is_backed(driver: NodeDriver) -> bool:
+    """Whether what the device would evict next can be loaded again, as its order knows."""
+    rooms = driver.cache.occupancy
+    return rooms.shortage(rooms.blocks.free + 1).victims[0].is_backed
+
+
+def test_the_device_knows_what_lies_below_it_until_that_is_lost() -> None:
+    driver = NodeDriver()
+    driver.turn(TOKENS)
+    assert not next_is_backed(driver)
+    driver.idle()
+    assert next_is_backed(driver)
+    driver.turn([*TOKENS, *range(900, 900 + B)])
+    assert not next_is_backed(driver), "what the turn added is nowhere else"
+    driver.idle()
+    assert next_is_backed(driver)
+    lost = tuple(meta.prefix_hash for meta in driver.metas.values())
+    driver.stored.clear()
+    driver.handle(RecordsLost(lost))  # type: ignore[arg-type]
+    driver.idle()
+    assert not next_is_backed(driver)
+    driver.check()
+
+
 def test_nobody_is_told_of_a_session_that_is_over() -> None:
     driver = NodeDriver()
     driver.turn(TOKENS)

@@ -43,4 +43,15 @@ class ResetState(msgspec.Struct, frozen=True, tag=True):
     state: int
 
 
-Effect = LoadPoint | SavePoint | CopyBlock | CopyState | ResetState
+class MoveBorder(msgspec.Struct, frozen=True, tag=True):
+    """The range components have slots 0 to `blocks` - 1 from now on, the point components 0 to
+    `points` - 1. First the bytes of every range component, and of each point component, move from
+    slot to slot; what changes sides is zero then."""
+
+    blocks: int
+    points: int
+    block_moves: tuple[tuple[int, int], ...] = ()
+    point_moves: dict[str, tuple[tuple[int, int], ...]] = {}
+
+
+Effect = LoadPoint | SavePoint | CopyBlock | CopyState | ResetState | MoveBorder

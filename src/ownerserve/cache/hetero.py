@@ -10,6 +10,7 @@ Those parts are its own: others ask its calls, or one of its public sides:
     ingest      state from outside
     pressure    room that is made before it is short
     turnover    what would go next, and how long it was idle
+    border      what of the memory is for range blocks, and what for point state
 
 Knows positions and slot numbers; must never see a tensor, read a clock or hash a known prefix.
 
@@ -52,6 +53,7 @@ from ownerserve.cache.outcomes import (
 from ownerserve.cache.parts import Parts
 from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.cache.policies.cost_aware import CostAware
+from ownerserve.cache.pools.border import Border
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
@@ -75,11 +77,14 @@ class HeteroCache:
         slots: Mapping[str, int],
         state_slots: int,
         policy: EvictionPolicy | None = None,
+        *,
+        least_points: int | None = None,
     ) -> None:
         """Make an empty cache of `slots` by component name, for `state_slots` running turns at
         once.
 
-        `policy` orders eviction; without one, CostAware does.
+        `policy` orders eviction; without one, CostAware does. All but `least_points` of the point
+        slots may give way to range blocks, where the engine performs MoveBorder; None: none may.
         """
         self.layout = layout
         self.counters = Counters()
@@ -88,7 +93,12 @@ class HeteroCache:
         self._tree = PrefixTree(layout.block_tokens * TOKEN_BYTES)
         self._evictor = Evictor(self._tree, layout, self.policy)
         self._pools = SlotPools(
-            layout, slots, state_slots=state_slots, evictor=self._evictor, counters=self.counters
+            layout,
+            slots,
+            state_slots=state_slots,
+            evictor=self._evictor,
+            counters=self.counters,
+            least_points=least_points,
         )
         self.occupancy: Occupancy = self._pools
         self.running: Collection[TurnId] = self._running.keys()
@@ -98,6 +108,14 @@ class HeteroCache:
         self.ingest = Ingest(self._tree, self._pools, self.counters)
         self.pressure = Pressure(self._pools, self._evictor, self._running, counters=self.counters)
         self.turnover = Turnover(self._pools, self._evictor, self.pressure)
+        self.border = Border(
+            self._pools,
+            self._evictor,
+            running=self._running,
+            sessions=self.sessions,
+            ingest=self.ingest,
+            counters=self.counters,
+        )
         self._order = 0
         self._block = layout.block_tokens
         self._range_names = layout.range_names
@@ -192,7 +210,7 @@ class HeteroCache:
     def _refusal(self, turn_id: TurnId, known: int) -> CacheRefused | None:
         if turn_id in self._running:
             return self._refuse(CacheRefusal.TURN_IS_LIVE)
-        if known > self._pools.blocks.capacity * self._block:
+        if known > self._pools.most_blocks * self._block:
             return self._refuse(CacheRefusal.TOO_LONG)
         if not self._pools.states.free:
             return self._refuse(CacheRefusal.NO_STATE_BLOCK)
@@ -280,10 +298,15 @@ class HeteroCache:
         run = self._running.get(turn_id) or self._run(turn_id)
         missing = -(-upto // self._block) - len(run.row)
         if missing > 0:
+            effects: tuple[Effect, ...] = ()
             taken = self._pools.take_blocks(missing)
+            if isinstance(taken, NoRoom):
+                effects = self.border.give_way(taken.missing)
+                taken = self._pools.take_blocks(missing) if effects else taken
             if isinstance(taken, NoRoom):
                 return taken
             run.row += taken
+            return effects
         return ()
 
     def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
@@ -446,6 +469,7 @@ class HeteroCache:
         version = None
         if session is not None and self._moves_frontier(run, session):
             session.version += 1
+            session.stored = min(session.stored, run.restored // self._block)
             session.tokens, session.sealed = run.position, depth
             session.tail, session.tip, session.frontier_order = tail, tip, run.order
             self.sessions.move(session, stop, ttl_s=run.ttl_s, now=now)

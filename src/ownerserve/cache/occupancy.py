@@ -53,12 +53,18 @@ class Occupancy(Protocol):
         """`states` is the pool of live state blocks."""
         ...
 
+    @property
+    def most_blocks(self) -> int:
+        """`most_blocks` counts the range blocks that there can be, if point slots give way."""
+        ...
+
     def evictable_blocks(self) -> int:
         """Count the range blocks that may be evicted: the tree's, under no lock."""
         ...
 
     def obtainable_blocks(self) -> int:
-        """Count the range blocks that a turn could have now: free ones, and evictable ones."""
+        """Count the range blocks that a turn could have now: free ones, evictable ones, and
+        those for which point slots would give way."""
         ...
 
     def shortage(self, count: int) -> Shortage:

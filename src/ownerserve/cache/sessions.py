@@ -539,6 +539,19 @@ class ResidentState:
         if session is not None and session.stop is not None:
             self._tree.cool(session.stop)
 
+    # -- what lies below -----------------------------------------------------------------------
+
+    def stored(self, session_id: SessionId, tokens: int) -> None:
+        """Note that of the session's first tokens so many can be brought from below the device now,
+        more than before or fewer. One that is unknown is no error: nothing of it is here."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return
+        blocks = tokens * TOKEN_BYTES // self._tree.block_bytes
+        if blocks != session.stored:
+            session.stored = blocks
+            self.reorder(session_id)
+
     # -- what went -----------------------------------------------------------------------------
 
     def watch(self) -> None:

@@ -335,7 +335,7 @@ class RoomQueue:
         """Return whether there is room for a whole prompt behind all that were let on. A prompt
         longer than the device passes, since it never has room: the engine says so."""
         occupancy, running = self._cache.occupancy, self._cache.running
-        if -(-len(tokens) // self._cache.layout.packed_block_bytes) > occupancy.blocks.capacity:
+        if -(-len(tokens) // self._cache.layout.packed_block_bytes) > occupancy.most_blocks:
             return True
         spare = occupancy.obtainable_blocks() - self._walks.missing_blocks(turn_id, tokens)
         for other, others in self._let_on.items():

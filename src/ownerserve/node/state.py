@@ -122,6 +122,7 @@ class NodeState:
         self.on_device = OnDevice(cache, self.inventory, digest_at=self.chains.digest_at)
         can_replay = planner.abilities.can_replay and planner.model.exact_replay_tokens is not None
         self.residency = Residency(names, self.inventory, self.operations, can_replay=can_replay)
+        self.residency.told = cache.residents.stored
         self._repriced_s = -REPRICE_S
         self._turns: dict[TurnId, SessionId | None] = {}
 

@@ -218,7 +218,9 @@ def _machines(
     truly = [pace.slowed(factor) for factor in setup.step_factors]
 
     def make(worker: SimWorker) -> Machine:
-        cache = HeteroCache(model.layout, sizes.slots, sizes.state_slots, order())
+        cache = HeteroCache(
+            model.layout, sizes.slots, sizes.state_slots, order(), least_points=sizes.least_points
+        )
         node = nodes.node(worker, cache, kind=parts.node)
         engine = SimEngine(
             cache,

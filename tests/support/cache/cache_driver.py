@@ -19,6 +19,7 @@ from ownerserve.cache.effects import (
     CopyState,
     Effect,
     LoadPoint,
+    MoveBorder,
     ResetState,
     SavePoint,
 )
@@ -94,10 +95,11 @@ class Driver:
         points: int = 6,
         states: int = 3,
         policy: EvictionPolicy | None = None,
+        least_points: int | None = None,
     ) -> None:
         slots = dict.fromkeys(layout.range_names, blocks)
         slots |= dict.fromkeys(layout.point_names, points)
-        self.cache = HeteroCache(layout, slots, states, policy)
+        self.cache = HeteroCache(layout, slots, states, policy, least_points=least_points)
         self.layout = layout
         self.now = 0.0
         self.memory: dict[tuple[str, int], bytes] = {}
@@ -134,6 +136,26 @@ class Driver:
                         self.waiting[tail.name, target] = rows
                 case ResetState(state=state):
                     self.memory["state", state] = b""
+                case MoveBorder():
+                    self.move_border(effect)
+
+    def move_border(self, effect: MoveBorder) -> None:
+        """Bytes go with their slots; what lies beyond the border then is the other side's."""
+        moves = dict.fromkeys(self.layout.range_names, effect.block_moves)
+        limits = dict.fromkeys(self.layout.range_names, effect.blocks)
+        for name, pairs in (moves | effect.point_moves).items():
+            assert not {to for _, to in pairs} & {source for source, _ in pairs}
+            for source, target in pairs:
+                self.memory[name, target] = self.memory.pop((name, source), GARBAGE)
+        limits |= dict.fromkeys(self.layout.point_names, effect.points)
+        for name, slot in list(self.memory):
+            if slot >= limits.get(name, slot + 1):
+                del self.memory[name, slot]
+
+    def divide(self) -> None:
+        """The engine is between two steps."""
+        self.perform(self.cache.border.move(self.now))
+        self.check()
 
     def opened(self, turn_id: TurnId, begun: Begun, tokens: bytes) -> None:
         """Check what a turn was given to build on, before it computes."""

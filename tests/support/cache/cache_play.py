@@ -32,6 +32,7 @@ class Play:
             points=2 + pick(8),
             states=1 + pick(4),
             policy=EVICTION_POLICIES[names[pick(len(names))]](),
+            least_points=(None, 1, 2)[pick(3)],
         )
         self.turns = 0
         self.spills: list[Spill] = []
@@ -62,6 +63,7 @@ class Play:
         "give_up": 1,
         "relieve": 1,
         "end_spill": 1,
+        "divide": 3,
     }
     OPERATIONS: ClassVar[list[str]] = [name for name, n in WEIGHTS.items() for _ in range(n)]
 
@@ -219,6 +221,9 @@ class Play:
 
     def evict(self) -> None:
         self.driver.evict(1 + self.pick(6))
+
+    def divide(self) -> None:
+        self.driver.divide()
 
     def release(self) -> None:
         session = SessionId(SESSIONS[self.pick(len(SESSIONS))])

@@ -1,7 +1,8 @@
 """A budget says how many slots each pool gets of the KV memory. Arithmetic only.
 
     |- state blocks -|---- point slots ----|------------ range blocks ------------|
-     max_running       POINT_SHARE of rest    what is left
+     max_running     at most POINT_SHARE    what is left
+                     of rest: the border moves (pools/border.py)
 
 Each pool has one slot more than the cache knows: the zero slot that padding reads.
 """
@@ -16,17 +17,25 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.kv.units import format_bytes
 
 POINT_SHARE = 0.25
-"""An agent's turn adds a median of 758 tokens and leaves up to three snapshots; a snapshot is
-worth about 100 (tiny) to 1,000 (V4-Pro) tokens of range state."""
+"""What point state may have of an arena, and has at first: an agent's turn adds a median of 758
+tokens and leaves up to three snapshots; a snapshot is worth about 100 (tiny) to 1,000 (V4-Pro)
+tokens of range state."""
+
+LEAST_SHARE = 1 / 16
+"""What point state keeps of that, however dear blocks are."""
 
 ZERO_SLOTS = 1
 
 
 class PoolSizes(msgspec.Struct, frozen=True):
-    """PoolSizes holds the slots by component, and the state blocks."""
+    """PoolSizes holds the slots by component, and the state blocks. Of their point slots all but
+    `least_points` may give way to range blocks; None: the pools are as they are.
+    """
 
     slots: dict[str, int]
     state_slots: int
+    least_points: int | None = None
+    most_blocks: int = 0
 
 
 def share_memory(layout: Layout, kv_bytes: int, *, max_running: int) -> PoolSizes:
@@ -48,7 +57,10 @@ def share_memory(layout: Layout, kv_bytes: int, *, max_running: int) -> PoolSize
             f"give at least {format_bytes(least)} or lower --max-running",
         )
     count = {Coverage.RANGE: blocks, Coverage.POINT: points}
-    return PoolSizes({c.name: count[c.coverage] for c in layout.components}, max_running)
+    least = max(1, int(points * LEAST_SHARE)) if points else 0
+    most = (left - least * point_bytes) // block_bytes
+    slots = {c.name: count[c.coverage] for c in layout.components}
+    return PoolSizes(slots, max_running, least, most)
 
 
 def _slot_bytes(layout: Layout, coverage: Coverage) -> int:

@@ -26,6 +26,9 @@ GOES_FIRST = -inf
 LOOK_TAILS = 32
 """Entries of the order that a look at what goes next takes; what follows them costs as much."""
 
+LEAST_IDLE_S = 0.1
+"""State that was used less long ago counts as idle for so long."""
+
 SMALL_HEAP = 256
 """Heaps up to this length are not worth cleaning of entries that are out of date."""
 
@@ -182,7 +185,12 @@ class Evictor:
         blocks = min(need, stop.depth - self.segment_floor(node))
         lost = stop.depth - self.restorable_before(stop) if self.point_bytes else blocks
         at, size = stop.depth * self.block_tokens, self.block_tokens
-        return Victim(blocks, at, lost * size, bool(stop.backed), stop.refs > 0)
+        return Victim(blocks, at, lost * size, self._is_tail_backed(stop), stop.refs > 0)
+
+    def _is_tail_backed(self, stop: ResumeDepth) -> bool:
+        """Tell whether what goes with the tail that ends at `stop` can be loaded: its blocks, and
+        its point state where there is any."""
+        return stop.is_stored and (stop.slots is None or bool(stop.backed))
 
     def _look_at_exposed(self) -> None:
         exposed, heap = self.tree.exposed, self._tails
@@ -208,7 +216,7 @@ class Evictor:
             return (GOES_FIRST,)
         view, tokens, depth = self._view, self.block_tokens, stop.depth
         blocks = depth - self.segment_floor(node)
-        view.heat, view.is_point, view.is_backed = stop, False, False
+        view.heat, view.is_point, view.is_backed = stop, False, self._is_tail_backed(stop)
         view.position, view.trimmed_tokens = depth * tokens, stop.trimmed * tokens
         freed = blocks * self.block_bytes
         if self.point_bytes:
@@ -229,6 +237,44 @@ class Evictor:
     def _next(self) -> int:
         self._pushes += 1
         return self._pushes
+
+    # -- what goes next, as a price -------------------------------------------------------------
+
+    def front_worth(self, now: float) -> tuple[float, float]:
+        """Return what the blocks that go next are worth, and the point state that does: tokens to
+        compute again for each byte, divided by the seconds that nobody came for it; 0 when none can
+        go."""
+        return self._tail_worth(now), self._point_worth(now)
+
+    def _tail_worth(self, now: float) -> float:
+        if self.tree.exposed:
+            self._look_at_exposed()
+        heap = self._tails
+        while heap:
+            key, _, node = heap[0]
+            if not node.is_live or key is not node.queued or node.end <= node.floor:
+                if key is node.queued:
+                    node.queued = None
+                heappop(heap)
+                continue
+            present = self._tail_key(node.stops[-1], node)
+            if present <= key:
+                return self._worth(now)
+            node.queued = present
+            heapreplace(heap, (present, self._next(), node))
+        return 0.0
+
+    def _point_worth(self, now: float) -> float:
+        stop = self._next_point(0) if self._points else None
+        if stop is None:
+            return 0.0
+        self._lost_key(stop)
+        return self._worth(now)
+
+    def _worth(self, now: float) -> float:
+        view = self._view
+        idle_s = max(now - view.heat.last_s, LEAST_IDLE_S)
+        return view.lost_tokens / view.freed_bytes / idle_s
 
     # -- point state ---------------------------------------------------------------------------
 
@@ -281,10 +327,19 @@ class Evictor:
 
     def evict_point(self, index: int) -> Freed | None:
         """Free one slot of point component `index`; None when every one is held."""
+        victim = self._next_point(index)
+        if victim is None:
+            return None
+        assert victim.queued is not None
+        victim.queued[index] = None
+        heappop(self._points[index])
+        return self.drop_component(victim, index)
+
+    def _next_point(self, index: int) -> ResumeDepth | None:
+        """Return the stop whose component goes next, which is its heap's top then."""
         self.look_at_cooled()
         heap = self._points[index]
-        victim: ResumeDepth | None = None
-        while heap and victim is None:
+        while heap:
             key, _, stop = heap[0]
             queued = stop.queued
             if stop.slots is None or queued is None or key is not queued[index]:
@@ -295,14 +350,11 @@ class Evictor:
                 heappop(heap)
                 continue
             present = self._point_key(stop)
-            if present > key:
-                queued[index] = present
-                heapreplace(heap, (present, self._next(), stop))
-            else:
-                victim = stop
-                queued[index] = None
-                heappop(heap)
-        return self.drop_component(victim, index) if victim is not None else None
+            if present <= key:
+                return stop
+            queued[index] = present
+            heapreplace(heap, (present, self._next(), stop))
+        return None
 
     def drop_component(self, stop: ResumeDepth, index: int) -> Freed:
         """Take one point component off a stop."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import msgspec
+
 from ownerserve.cache.counters import Counters, LossCause
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import NoRoom, Shortage
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.tree.prefix_tree import Freed, ResumeDepth
 from ownerserve.kv.errors import CapacityExceeded, InvalidInput, InvariantViolated
-from ownerserve.kv.specs import Coverage
 
 
 class SlotPool:
@@ -101,6 +102,33 @@ class SlotPool:
         self._freed += slots
         self.free += len(slots)
 
+    def grow(self, count: int) -> None:
+        """Add `count` slots behind the last one."""
+        self.capacity += count
+        self.free += count
+
+    def cut(self, limit: int) -> None:
+        """Give up the slots from `limit` on, which are all free."""
+        kept = [slot for slot in self._freed if slot < limit]
+        fresh = max(0, limit - self._next)
+        if self.used != min(self._next, limit) - len(kept):
+            raise InvariantViolated(f"invariant 1: {self.name}: a slot from {limit} on is in use")
+        self._freed, self._is_freed = kept, set(kept)
+        self._next = min(self._next, limit)
+        self.capacity, self.free = limit, len(kept) + fresh
+
+    def take_below(self, limit: int, count: int) -> list[int]:
+        """Take `count` slots below `limit`. Raises CapacityExceeded and takes none."""
+        low = [slot for slot in self._freed if slot < limit][:count]
+        fresh = list(range(self._next, min(limit, self._next + count - len(low))))
+        if len(low) + len(fresh) < count:
+            raise CapacityExceeded(f"{self.name}: {count} slots below {limit} wanted")
+        self._is_freed.difference_update(low)
+        self._freed = [slot for slot in self._freed if slot in self._is_freed]
+        self._next += len(fresh)
+        self.free -= count
+        return low + fresh
+
     def _refuse(self, slots: list[int]) -> None:
         times = Counter(slots)
         twice = sorted(s for s in times if times[s] > 1 or s in self._is_freed)
@@ -117,6 +145,18 @@ class SlotPool:
 STATE_POOL = "state"
 
 
+class ArenaSize(msgspec.Struct, frozen=True):
+    """An arena's size is the bytes that range blocks and point slots share. There are
+    `least_points` slots at least and `most_points` at most, and `most_blocks` blocks beside the
+    least.
+    """
+
+    size_bytes: int
+    least_points: int
+    most_points: int
+    most_blocks: int
+
+
 class SlotPools:
     """SlotPools are the pools of one cache, with the evictor that refills them."""
 
@@ -128,6 +168,7 @@ class SlotPools:
         state_slots: int,
         evictor: Evictor,
         counters: Counters,
+        least_points: int | None = None,
     ) -> None:
         names = {component.name for component in layout.components}
         if set(slots) != names:
@@ -142,6 +183,7 @@ class SlotPools:
                 f"range components have {sizes}",
                 "name at least one, and give all the same number: they fill in lock-step",
             )
+        # All but `least_points` of the point slots may give way to blocks; None: none may.
         self.layout = layout
         self.blocks = SlotPool("range", counts.pop())
         self.points = [SlotPool(name, slots[name]) for name in layout.point_names]
@@ -150,11 +192,22 @@ class SlotPools:
         self._tree = evictor.tree
         self._counters = counters
         self._block_tokens = layout.block_tokens
-        self._block_bytes = sum(
-            component.slot_bytes
-            for component in layout.components
-            if component.coverage is Coverage.RANGE
+        self._block_bytes = evictor.block_bytes
+        self.arena = self._arena(least_points)
+
+    def _arena(self, least_points: int | None) -> ArenaSize:
+        points = min((pool.capacity for pool in self.points), default=0)
+        least = points if least_points is None else min(points, least_points)
+        point_bytes = sum(self._evictor.point_bytes)
+        size = self.blocks.capacity * self._block_bytes + points * point_bytes
+        return ArenaSize(
+            size, least, points, (size - least * point_bytes) // max(1, self._block_bytes)
         )
+
+    @property
+    def most_blocks(self) -> int:
+        """Count the range blocks that there can be, if point slots give way."""
+        return self.arena.most_blocks
 
     def evictable_blocks(self) -> int:
         """Count the tree's blocks under no lock: all of them can go, leaf by leaf."""
@@ -162,9 +215,11 @@ class SlotPools:
         return tree.blocks - tree.protected
 
     def obtainable_blocks(self) -> int:
-        """Count the free blocks, and those that can be evicted."""
-        tree = self._tree
-        return self.blocks.free + tree.blocks - tree.protected
+        """Count the free blocks, those that can be evicted, and those for which point slots would
+        give way."""
+        tree, blocks = self._tree, self.blocks
+        yielded = self.arena.most_blocks - blocks.capacity
+        return blocks.free + tree.blocks - tree.protected + yielded
 
     def shortage(self, count: int) -> Shortage:
         """Tell what would go for `count` range blocks. O(1) while they are free, else bounded."""

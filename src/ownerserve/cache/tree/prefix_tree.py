@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import islice
 from operator import attrgetter
 
 import msgspec
@@ -43,6 +44,7 @@ class Session(msgspec.Struct, eq=False):
     tip      the chain digest of those blocks, where who finished the turn told it
     node, depth   the resident part of it: the frontier in the tree
     row      slots of blocks 0..depth, None while a turn has them or nobody asked
+    stored   how many of its first blocks can be brought from below the device, as was told last
     frontier_order     the begin order of that turn, 0 before any: an earlier one that ends later
                        is late
     next_check_s, queued_s   when the table looks at it next; the instant it waits under, no later,
@@ -54,6 +56,7 @@ class Session(msgspec.Struct, eq=False):
     version: int = 0
     tokens: int = 0
     sealed: int = 0
+    stored: int = 0
     tail: bytes = b""
     tip: PrefixHash | None = None
     stop: ResumeDepth | None = None
@@ -79,6 +82,8 @@ class Session(msgspec.Struct, eq=False):
         """Return how many blocks of what the session committed are resident."""
         return self.stop.depth if self.stop is not None else 0
 
+
+LOOK_SESSIONS = 4
 
 Key = tuple[float, ...]
 """An eviction policy's order: the lowest goes first."""
@@ -131,6 +136,13 @@ class ResumeDepth(msgspec.Struct, eq=False):
     def is_complete(self) -> bool:
         """Tell whether all point components are resident."""
         return self.slots is not None and None not in self.slots
+
+    @property
+    def is_stored(self) -> bool:
+        """Tell whether a session that stands here can have all of it from below the device. Looks
+        at LOOK_SESSIONS of them: who was forked from one stands where it does."""
+        standing = islice((self.anchors or {}).values(), LOOK_SESSIONS)
+        return any(session.stored >= self.depth for session in standing)
 
     def point_slots(self, names: tuple[str, ...]) -> dict[str, int]:
         """Return the slots of the point components `names` that are resident here, by name."""

@@ -117,7 +117,9 @@ def build_worker(options: WorkerOptions) -> HfWorker:
     sizes = share_memory(runner.layout, options.kv_bytes, max_running=options.max_running)
     runner.allocate(sizes.slots, sizes.state_slots)
     order = EVICTION_POLICIES[options.evict]
-    cache = HeteroCache(runner.layout, sizes.slots, sizes.state_slots, order())
+    cache = HeteroCache(
+        runner.layout, sizes.slots, sizes.state_slots, order(), least_points=sizes.least_points
+    )
     cache.pressure.watermarks = options.watermarks
     limits = _limits(options, runner, sizes)
     facts = Facts(
@@ -212,8 +214,7 @@ def build_node(
 def _limits(options: WorkerOptions, runner: ModelRunner, sizes: PoolSizes) -> SchedulerLimits:
     block = runner.layout.block_tokens
     chunk = options.chunk_tokens or CHUNK_BLOCKS * block
-    ranges = [sizes.slots[name] for name in runner.layout.range_names]
-    room = min(ranges) * block if ranges else runner.max_positions
+    room = sizes.most_blocks * block if runner.layout.range_names else runner.max_positions
     return SchedulerLimits(
         chunk_tokens=chunk,
         prefill_tokens_a_step=chunk,

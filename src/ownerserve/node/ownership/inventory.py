@@ -263,7 +263,8 @@ class Residency:
     The class owns the tips: for each session the last that was copied, the longest unseen forgotten
     first. What is told is what the store answered; who reads it is told less when a record went,
     and nothing more than was looked for. A look that is never answered changes nothing and is made
-    again. `can_replay`: the engine goes on from range state alone.
+    again. `can_replay`: the engine goes on from range state alone. `told`, where there
+    is one, hears how many of a session's tokens can be brought, whenever that is known anew.
     """
 
     def __init__(
@@ -274,6 +275,7 @@ class Residency:
         *,
         can_replay: bool,
     ) -> None:
+        self.told: Callable[[SessionId, int], None] | None = None
         self._names = names
         self._inventory = inventory
         self._operations = operations
@@ -335,6 +337,8 @@ class Residency:
         self._due.pop(session_id, None)
         for tier in BELOW:
             self._inventory.gone(session_id, tier)
+        if self.told is not None:
+            self.told(session_id, 0)
         self._unfile(session_id)
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
@@ -410,7 +414,7 @@ class Residency:
     def _tell(self, tip: Tip, held: Mapping[Tier, frozenset[bytes]]) -> bool:
         """Say of each tier what can be had from it and the tiers above; return whether any has
         something."""
-        any_there, so_far = False, frozenset[bytes]()
+        most, so_far = 0, frozenset[bytes]()
         for tier in BELOW:
             here = held.get(tier, frozenset())
             so_far |= here
@@ -427,10 +431,12 @@ class Residency:
                 kinds=kinds | self._range_kinds,
                 tenant=tip.tenant,
             )
-            any_there = any_there or there.depth > 0
+            most = max(most, tokens)
             if tier is Tier.DISK:
                 self._file(tip, there.depth)
-        return any_there
+        if self.told is not None:
+            self.told(tip.session_id, most)
+        return most > 0
 
     def _file(self, tip: Tip, depth: int) -> None:
         """Have the tip written down, once, when the drive holds something of it, and struck out

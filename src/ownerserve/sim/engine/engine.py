@@ -186,6 +186,8 @@ class SimEngine:
             self.cache.finish(sequence.turn_id, now)
         if ended.done:
             self._starved_room = None
+        if ended.done or self._chunks:  # at neither of which a fold goes on
+            self.cache.border.move(now)
         return ended
 
     # -- time -----------------------------------------------------------------------------------

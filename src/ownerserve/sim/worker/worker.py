@@ -129,8 +129,8 @@ class SimWorker:
         slot_bytes = sum(c.slot_bytes for c in layout.components if c.coverage is Coverage.RANGE)
         self.block_bytes = slot_bytes
         self._block_units = layout.block_tokens
-        self._most_units = self.cache.occupancy.blocks.capacity * layout.block_tokens
-        self.kv_bytes_total = self.cache.occupancy.blocks.capacity * slot_bytes
+        self._most_units = self.cache.occupancy.most_blocks * layout.block_tokens
+        self.kv_bytes_total = self.cache.occupancy.most_blocks * slot_bytes
 
     # -- what others see ------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from ownerserve.cache.effects import (  # noqa: E402
     CopyBlock,
     CopyState,
     LoadPoint,
+    MoveBorder,
     ResetState,
     SavePoint,
 )
@@ -87,3 +88,30 @@ def test_copies_and_reset(pools):
 def test_every_component_needs_a_count():
     with pytest.raises(InvalidInput, match=r"give a count for each of \['dense', 'swa'\]"):
         Pools(STATES, {"dense": 4}, state_slots=2, device=torch.device("cpu"))
+
+
+def test_bytes_move_with_their_slots_and_what_changes_sides_is_zero():
+    """Blocks are from the left, points from the right: each side's last slots give way."""
+    pools = Pools(STATES, {"dense": 8, "swa": 4}, state_slots=1, device=torch.device("cpu"))
+    blocks, points = pools.component("dense"), pools.component("swa")
+    for slot in range(8):
+        fill(blocks, slot, 10 + slot)
+    for slot in range(4):
+        fill(points, slot, 20 + slot)
+    size = 8 * blocks.slot_bytes + 4 * points.slot_bytes
+    more = (size - 2 * points.slot_bytes) // blocks.slot_bytes
+    pools.perform(MoveBorder(more, 2, point_moves={"swa": ((3, 0),)}))
+    assert points.read(0) == bytes([23]) * points.slot_bytes
+    assert points.read(1) == bytes([21]) * points.slot_bytes
+    assert more > 8 and blocks.read(7) == bytes([17]) * blocks.slot_bytes
+    for slot in range(8, more):
+        assert blocks.read(slot) == bytes(blocks.slot_bytes)
+        fill(blocks, slot, 99)
+    assert points.read(1) == bytes([21]) * points.slot_bytes, "and the two never meet"
+    with pytest.raises(InvalidInput):
+        points.read(2)
+    pools.perform(MoveBorder(8, 4, block_moves=((more - 1, 0),)))
+    assert blocks.read(0) == bytes([99]) * blocks.slot_bytes
+    assert points.read(3) == points.read(2) == bytes(points.slot_bytes)
+    assert points.read(0) == bytes([23]) * points.slot_bytes
+    assert not blocks.part("dense", "keys")[blocks.zero_slot].any()

@@ -286,7 +286,7 @@ class TurnAdmission:
             room_tokens=blocks * self._block,
             sequence_tokens=limits.sequence_tokens,
             queued_tokens=load.queued_blocks * self._block,
-            capacity_tokens=self._cache.occupancy.blocks.capacity * self._block,
+            capacity_tokens=self._cache.occupancy.most_blocks * self._block,
             block_tokens=self._block,
         )
 

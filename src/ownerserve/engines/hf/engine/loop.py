@@ -450,6 +450,7 @@ class StepLoop:
         ended = [turn_id for turn_id, token in sampled.items() if self._speak(turn_id, token, now)]
         tokens = {turn_id: token.token for turn_id, token in sampled.items()}
         self._runner.apply(self._scheduler.step_done(tokens, ended, now=now))
+        self._runner.apply(self._cache.border.move(now))
         self._end_sessions()
         self._restoring.ended(ended)
         self._steps += 1

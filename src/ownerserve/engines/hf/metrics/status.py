@@ -111,7 +111,7 @@ def worker_load(
         running_sequences=load.running,
         waiting_sequences=load.waiting,
         kv_bytes_free=blocks.free * block_bytes,
-        kv_bytes_total=blocks.capacity * block_bytes,
+        kv_bytes_total=cache.occupancy.most_blocks * block_bytes,
         kv_bytes_evictable=cache.occupancy.evictable_blocks() * block_bytes,
         refill_shares=shares.refill,
         busy_share=shares.busy,

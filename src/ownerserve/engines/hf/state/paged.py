@@ -22,11 +22,12 @@ from ownerserve.cache.effects import (
     CopyState,
     Effect,
     LoadPoint,
+    MoveBorder,
     ResetState,
     SavePoint,
 )
 from ownerserve.cache.layout import Table, TailStep, tail_step
-from ownerserve.engines.hf.state.states import ComponentTensors, ModelStates
+from ownerserve.engines.hf.state.states import PART_ALIGN_BYTES, ComponentTensors, ModelStates
 from ownerserve.kv.errors import InvalidInput, InvariantViolated, SpecMismatch
 from ownerserve.kv.frame import DENSE, WINDOW
 from ownerserve.kv.registry.family import FULL, LINEAR, SLIDING
@@ -48,9 +49,14 @@ class DevicePool:
     def __init__(
         self, sections: Sequence[ComponentTensors], *, slots: int, device: torch.device
     ) -> None:
+        width = sum(section.slot_bytes for section in sections)
+        rows = torch.zeros((slots + 1, width), dtype=torch.uint8, device=device)
+        self._lay(sections, rows, slots)
+
+    def _lay(self, sections: Sequence[ComponentTensors], rows: Tensor, slots: int) -> None:
         self.slots = slots
-        self.slot_bytes = sum(section.slot_bytes for section in sections)
-        self._rows = torch.zeros((slots + 1, self.slot_bytes), dtype=torch.uint8, device=device)
+        self.slot_bytes = rows.shape[1]
+        self._rows = rows
         self._spans: dict[str, slice] = {}
         self._views: dict[tuple[str, str], Tensor] = {}
         offset = 0
@@ -64,7 +70,7 @@ class DevicePool:
     @property
     def zero_slot(self) -> int:
         """`zero_slot` is the padding slot: always zero, so that padded entries are finite."""
-        return self.slots
+        return self._rows.shape[0] - 1
 
     def part(self, section: str, part: str) -> Tensor:
         """Return the view [slots + 1, layers, rows, ...] of one part."""
@@ -73,6 +79,15 @@ class DevicePool:
     def section_rows(self, section: str) -> Tensor:
         """Return the view [slots + 1, bytes] of one section."""
         return self._rows[:, self._spans[section]]
+
+    def slot_row(self, slot: int) -> Tensor:
+        """Return the view [bytes] of one slot."""
+        return self._rows[self._checked(slot)]
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the bytes of slots to others: (source, target); no target is a source."""
+        sources = [self._checked(source) for source, _ in pairs]
+        self._rows[[self._checked(target) for _, target in pairs]] = self._rows[sources]
 
     def copy(self, source: int, target: int) -> None:
         """Copy the bytes of slot `source` into slot `target`."""
@@ -110,6 +125,9 @@ class DevicePool:
     def _checked(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
             raise InvalidInput("slot", f"{slot}", f"use 0 to {self.slots - 1}")
+        return self._row_of(slot)
+
+    def _row_of(self, slot: int) -> int:
         return slot
 
 
@@ -118,8 +136,82 @@ def _rows_as(data: Tensor, shape: tuple[int, ...]) -> Tensor:
     return data.view(data.shape[0], *shape)
 
 
+class ArenaPool(DevicePool):
+    """An `ArenaPool` is one component's part of an arena: `slots` of its rows are its own now, from
+    the first on (a range component's, whose last row is the zero slot), or from the last back."""
+
+    def __init__(self, section: ComponentTensors, rows: Tensor, *, slots: int) -> None:
+        self._lay((section,), rows, slots)
+
+
+class PointPool(ArenaPool):
+    """A `PointPool` has its slots from the last row back: what it may have, and has not, lies where
+    blocks are."""
+
+    def _row_of(self, slot: int) -> int:
+        return self._rows.shape[0] - 1 - slot
+
+
+class Arena:
+    """An `Arena` is the memory that range blocks and point slots share, and where the border is.
+
+        | block 0 | block 1 | ...  -->          <-- ... | point 1 | point 0 | zero |
+
+    A block's row has every range component side by side, a point slot's every point component. All
+    that changes sides is zero first: what is read and masked must be finite.
+    """
+
+    def __init__(
+        self,
+        ranges: Sequence[ComponentTensors],
+        points: Sequence[ComponentTensors],
+        *,
+        blocks: int,
+        point_slots: int,
+        device: torch.device,
+    ) -> None:
+        self._block_bytes = max(sum(section.slot_bytes for section in ranges), PART_ALIGN_BYTES)
+        self._point_bytes = sum(section.slot_bytes for section in points)
+        size = blocks * self._block_bytes + point_slots * self._point_bytes
+        zero = -(-size // self._block_bytes)
+        self._end = zero * self._block_bytes
+        shape = (zero + 1) * self._block_bytes
+        self._bytes = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._blocks, self._points = blocks, point_slots
+        self.pools: dict[str, DevicePool] = {}
+        self._ranges, self._point_names = [s.name for s in ranges], [s.name for s in points]
+        offset, rows = 0, self._bytes.view(zero + 1, self._block_bytes)
+        for section in ranges:
+            columns = rows[:, offset : offset + section.slot_bytes]
+            self.pools[section.name] = ArenaPool(section, columns, slots=blocks)
+            offset += section.slot_bytes
+        offset, last = 0, self._bytes[self._end - point_slots * self._point_bytes : self._end]
+        for section in points:
+            columns = last.view(point_slots, -1)[:, offset : offset + section.slot_bytes]
+            self.pools[section.name] = PointPool(section, columns, slots=point_slots)
+            offset += section.slot_bytes
+
+    def move_border(self, effect: MoveBorder) -> None:
+        """Move what lies where it may no longer, then the border."""
+        for name in self._ranges if effect.block_moves else ():
+            self.pools[name].move(effect.block_moves)
+        for name, moves in effect.point_moves.items():
+            if moves:
+                self.pools[name].move(moves)
+        size = self._block_bytes
+        self._bytes[effect.blocks * size : self._blocks * size] = 0
+        size, end = self._point_bytes, self._end
+        self._bytes[end - self._points * size : end - effect.points * size] = 0
+        self._blocks, self._points = effect.blocks, effect.points
+        for name in self._ranges:
+            self.pools[name].slots = effect.blocks
+        for name in self._point_names:
+            self.pools[name].slots = effect.points
+
+
 class Pools:
-    """`Pools` are one pool for each component, and `state` for the running sequences."""
+    """`Pools` are one pool for each component, in one arena, and `state` for the running
+    sequences."""
 
     def __init__(
         self,
@@ -135,11 +227,14 @@ class Pools:
             raise InvalidInput(
                 "slots", f"given for {sorted(slots)}", f"give a count for each of {sorted(names)}"
             )
-        self._range = tuple(section.name for section in states.range_sections)
-        self._components = {
-            section.name: DevicePool((section,), slots=slots[section.name], device=device)
-            for section in sections
-        }
+        self._arena = Arena(
+            states.range_sections,
+            states.point_sections,
+            blocks=max((slots[one.name] for one in states.range_sections), default=0),
+            point_slots=max((slots[one.name] for one in states.point_sections), default=0),
+            device=device,
+        )
+        self._components = self._arena.pools
         self.state = DevicePool(states.live_sections, slots=state_slots, device=device)
 
     def component(self, name: str) -> DevicePool:
@@ -151,12 +246,11 @@ class Pools:
         match effect:
             case LoadPoint(slots=slots, state=state):
                 for name, slot in slots.items():
-                    point = self._components[name].section_rows(name)
-                    self.state.section_rows(name)[state] = point[slot]
+                    self.state.section_rows(name)[state] = self._components[name].slot_row(slot)
             case SavePoint(state=state, slots=slots):
                 for name, slot in slots.items():
                     live = self.state.section_rows(name)
-                    self._components[name].section_rows(name)[slot] = live[state]
+                    self._components[name].slot_row(slot)[:] = live[state]
             case CopyBlock(slots=pairs):
                 for name, (source, target) in pairs.items():
                     self._components[name].copy(source, target)
@@ -164,6 +258,8 @@ class Pools:
                 self.state.copy(source, target)
             case ResetState(state=state):
                 self.state.clear(state)
+            case MoveBorder():
+                self._arena.move_border(effect)
 
 
 class EntryAddresses(msgspec.Struct, frozen=True):
