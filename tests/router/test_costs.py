@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import msgspec
 import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.router.decision import RoutingRequest
-from ownerserve.router.pricing import PlacementPricer, options_at
+from ownerserve.router.decision import RoutingRequest, TurnClass
+from ownerserve.router.pricing import PlacementPricer, options_at, peer_copy, stored_copy
 from ownerserve.router.settings import CLAUDE_CODE, Settings, derive
 from ownerserve.router.worker import DEFAULT_SPEED, Profile, Worker
 from tests.support.router.fleets import (
@@ -150,3 +152,32 @@ def test_copies_under_another_spec_are_no_way_to_run_a_turn() -> None:
 
     assert PlacementAction.TAIL_RECOMPUTE in actions(turn)
     assert actions(foreign) == {PlacementAction.COLOCATED_PREFILL}
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_of_equally_long_copies_the_one_that_is_loaded_soonest_is_priced(
+    order: tuple[int, ...],
+) -> None:
+    """A worker loads what its host memory has from there, wherever else it lies: it was priced as
+    its disk, whichever tier was heard of first."""
+    fleet = fleet_of(ABLE)
+    (worker,) = fleet
+    tiers = (on(worker, 50_000, Tier.HOST), on(worker, 50_000, Tier.DISK), stored(50_000))
+    turn = request(
+        50_500, owner=worker, turns=3, turn=TurnClass.COLD_RESUME,
+        copies=tuple(tiers[at] for at in order), known_tokens=50_000,
+    )  # fmt: skip
+    found = stored_copy(turn, worker)
+    assert found is not None and found.tier is Tier.HOST
+    longer = msgspec.structs.replace(turn, copies=(tiers[0], on(worker, 50_400, Tier.DISK)))
+    found = stored_copy(longer, worker)
+    assert found is not None and found.tier is Tier.DISK, "more of the prompt comes first"
+
+
+@pytest.mark.parametrize("tiers", list(permutations((Tier.HOST, Tier.DEVICE))))
+def test_a_peer_sends_what_its_device_has_from_there(tiers: tuple[Tier, ...]) -> None:
+    owner, other = pair()
+    copies = tuple(on(owner, 10_000, tier) for tier in tiers)
+    turn = request(10_500, owner=owner, turns=3, copies=copies, known_tokens=10_000)
+    found = peer_copy(turn, other)
+    assert found is not None and found.tier is Tier.DEVICE

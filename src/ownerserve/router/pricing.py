@@ -252,13 +252,24 @@ def options_at(
 
 def stored_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
     """Return the longest copy that `worker` can load by itself, from its own tiers or the shared
-    store, and has not said it would leave; None when there is none."""
+    store, and has not said it would leave, of equals the one that is loaded soonest; None when
+    there is none."""
     found = None
     for copy in request.copies:
         is_own = copy.worker is worker and copy.tier is not _DEVICE and copy.use is not Use.LEFT
-        if (is_own or copy.worker is None) and (found is None or copy.tokens > found.tokens):
+        if not is_own and copy.worker is not None:
+            continue
+        if found is None or _is_better(copy, found, worker):
             found = copy
     return found
+
+
+def _is_better(copy: Copy, other: Copy, worker: Worker) -> bool:
+    """Return whether `worker` has more by loading `copy` than `other`, or as much sooner."""
+    if copy.tokens != other.tokens:
+        return copy.tokens > other.tokens
+    media, moved_bytes = worker.speed.media, worker.speed.sequence_bytes(copy.tokens)
+    return media[copy.tier].ms(moved_bytes) < media[other.tier].ms(moved_bytes)
 
 
 def has_more_stored(request: RoutingRequest, worker: Worker) -> bool:
@@ -271,8 +282,8 @@ def has_more_stored(request: RoutingRequest, worker: Worker) -> bool:
 
 
 def peer_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
-    """Return the longest copy that another worker can send, of equals the least busy one's; None
-    when there is none. Nobody sends from a disk."""
+    """Return the longest copy that another worker can send, of equals the least busy one's, from
+    its device where that has it; None when there is none. Nobody sends from a disk."""
     found = None
     for copy in request.copies:
         other = copy.worker
@@ -280,8 +291,11 @@ def peer_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
             continue
         if not shares_state(other, worker):
             continue
-        if found is None or found.worker is None or (copy.tokens, -other.queue_ms) > (
-            found.tokens, -found.worker.queue_ms
+        if found is None or found.worker is None:
+            found = copy
+            continue
+        if (copy.tokens, -other.queue_ms, copy.tier is _DEVICE) > (
+            found.tokens, -found.worker.queue_ms, found.tier is _DEVICE
         ):  # fmt: skip
             found = copy
     return found
