@@ -17,7 +17,7 @@ from ownerserve.kv.wire.inventory import Has, Lost, Page
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import Gone, Reported, WorkerUp
 from ownerserve.router.residents import News
-from tests.support.waits import WAIT_S
+from tests.support.waits import WAIT_S, until_async
 
 LIFE = Incarnation(7)
 
@@ -35,6 +35,8 @@ class Rig:
 
     def __init__(self) -> None:
         self.says: list[tuple[int, bytes] | None] = []
+        self.held_s = 0.0
+        """So long it holds each question."""
         self.asked: list[bytes] = []
         self.news: list[News] = []
         self.fleet = Fleet()
@@ -44,6 +46,7 @@ class Rig:
         head = await reader.readuntil(b"\r\n\r\n")
         self.asked.append(head.split(b" ", 2)[1])
         said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        await asyncio.sleep(self.held_s)
         if said is not None:
             status, body = said
             head = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
@@ -175,5 +178,46 @@ def test_news_that_could_not_be_taken_in_ends_a_reading_and_not_the_reader() -> 
                     await asyncio.sleep(0.001)
         reading.cancel()
         assert reader.counts["failed"] == 1
+
+    rig.play(scenario)
+
+
+def test_a_called_reader_follows_what_its_worker_says() -> None:
+    """It asks again after each answer that had words, and after one that was waited for; it stops
+    where a worker does not hold questions, until it is called again."""
+    rig = Rig()
+
+    async def scenario() -> None:
+        rig.says = [page(Page(7, 0, 0, n, (Has(n, "s", "disk", 16 * n),))) for n in (1, 2, 3)]
+        rig.says.append(page(Page(7, 0, 0, 3)))
+        reading = asyncio.create_task(rig.reader.run())
+        rig.reader.call()
+        await until_async(lambda: len(rig.asked) == 4)
+        assert rig.asked[2:] == [b"/ownerserve/inventory?after=%d&wait_ms=1000" % n for n in (2, 3)]
+        assert [one.tokens for one in rig.news if isinstance(one, Reported)] == [16, 32, 48]
+        rig.says = [page(Page(7, 0, 0, 4, (Lost(4, "s", "disk"),))), page(Page(7, 0, 0, 4))]
+        rig.reader.call()
+        await until_async(lambda: len(rig.asked) == 6)
+        assert isinstance(rig.news[-1], Gone)
+        rig.held_s, rig.says = 0.6, [page(Page(7, 0, 0, 4))]
+        rig.reader.call()
+        await until_async(lambda: len(rig.asked) == 8)
+        reading.cancel()
+
+    rig.play(scenario)
+
+
+def test_a_gateway_that_wants_no_news_asks_for_none() -> None:
+    rig = Rig()
+
+    async def scenario() -> None:
+        rig.says = [ONE]
+        config = Config(workers=(rig.address,), news_ms=None)
+        reader = InventoryReader(
+            rig.address, config, access=open_access(None, None), fleet=rig.fleet,
+            tell=rig.news.append,
+        )  # fmt: skip
+        assert not await reader.read()
+        assert not rig.asked and not rig.news
 
     rig.play(scenario)

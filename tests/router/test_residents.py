@@ -149,3 +149,41 @@ def test_whatever_happens_between_pages_the_reader_ends_with_what_is_held(
             inventory.has(SessionId(step[0]), step[1], step[2], digest=None)
     read(residents, inventory, known, life=life)
     assert known == {(word.session, Tier(word.tier)): word.tokens for word in inventory}
+
+
+WIRE = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from("abcdef"), st.sampled_from([Tier.HOST, Tier.DEVICE]),
+                  st.integers(0, 3)),
+        st.sampled_from(["asked", "arrives", "arrives last", "twice", "lost", "restart"]),
+    ),
+    max_size=80,
+)  # fmt: skip
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(WIRE)
+def test_pages_that_are_lost_late_swapped_or_repeated_cost_a_miss_and_nothing_else(
+    steps: list[object],
+) -> None:
+    """Answers lie on a wire of their own: they come in any order, twice, or not at all. Once one
+    reading goes well the reader knows what is held."""
+    residents, known, life = Residents(W), dict[tuple[str, Tier], int](), 1
+    inventory = Inventory(has_kept=5, gone_kept=2)
+    wire: list[tuple[int, Page]] = []
+    for step in steps:
+        if isinstance(step, tuple):
+            inventory.has(SessionId(step[0]), step[1], step[2], digest=None)
+        elif step == "restart":
+            inventory, life = Inventory(has_kept=5, gone_kept=2), life + 1
+        elif step == "asked":
+            asked = residents.after
+            wire.append((asked, inventory.page(asked, incarnation=life, words=3)))
+        elif wire:
+            asked, page = wire[0 if step == "arrives" else -1]
+            if step != "lost":
+                apply(residents.take(page, asked=asked), known)
+            if step != "twice":
+                wire.remove((asked, page))
+    read(residents, inventory, known, life=life)
+    assert known == {(word.session, Tier(word.tier)): word.tokens for word in inventory}

@@ -3,6 +3,7 @@ here of its session."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from ownerserve.engines.vllm.scheduler_side.node_rpc import (
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.wire.inventory import Has, Lost, Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import Admit, Probe, Reject, Seed
+from ownerserve.kv.wire.rpc import NEWS_WAIT_MS, Admit, ListHeld, PageIs, Probe, Reject, Seed
 from ownerserve.node.rpc.server import RpcClient
 from ownerserve.node.runtime.node_runtime import UNMEASURED
 from ownerserve.node.vocabulary.records import RecordNames
@@ -79,3 +81,23 @@ def test_a_prompt_within_the_engines_length_fits_its_memory(client: RpcClient) -
 def test_who_names_no_session_hears_of_none_and_a_refusal_says_no_more(client: RpcClient) -> None:
     assert client.ask(Probe(Seed(100))) == Admit(0)
     assert client.ask(Probe(Seed(1001), S)) == Reject(WorkerRefusal.TOO_LONG)
+
+
+def test_a_question_for_news_is_answered_with_the_next_word(
+    client: RpcClient, holding: Holding
+) -> None:
+    """At once where there is one; else as it is said; with nothing where nothing is."""
+    assert client.ask(ListHeld(0, 1)) == PageIs(Page(UNIT.incarnation))
+    later = threading.Timer(0.2, holding.inventory.has, (S, Tier.DISK, 96), {"digest": None})
+    later.start()
+    answer = client.ask(ListHeld(0, NEWS_WAIT_MS))
+    if answer == PageIs(Page(UNIT.incarnation)):  # the timer was late, on a busy machine
+        later.join()
+        answer = client.ask(ListHeld(0, NEWS_WAIT_MS))
+    word = Has(1, S, "disk", 96)
+    assert answer == PageIs(Page(UNIT.incarnation, last=1, words=(word,)))
+    assert client.ask(ListHeld(0, NEWS_WAIT_MS)) == answer
+    holding.over(S)
+    gone = client.ask(ListHeld(1, NEWS_WAIT_MS))
+    assert isinstance(gone, PageIs)
+    assert gone.page.words == (Lost(2, S, "disk"),)
