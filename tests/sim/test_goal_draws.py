@@ -16,11 +16,13 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from goal import tables  # noqa: E402
 from goal.cells import Cell, had  # noqa: E402
-from goal.contenders import BELADY, BOUND, OURS, POOLS, REFERENCE, rivals, setup_of  # noqa: E402
+from goal.contenders import BELADY, BOUND, MAIN, OURS, POOLS, REFERENCE, rivals, setup_of  # noqa: E402
 from goal.families import FAMILIES, Sources, cases, drawn_anew  # noqa: E402
 from goal.paired import paired  # noqa: E402
 from ownerserve.report.page import Verdict  # noqa: E402
+from ownerserve.sim.run import simulate  # noqa: E402
 from ownerserve.sim.suites.base import Scale  # noqa: E402
+from ownerserve.sim.suites.goal import while_full  # noqa: E402
 
 SAME = {
     "turn_mean_s": 5.0,
@@ -125,6 +127,20 @@ def test_a_draw_of_nobodys_sessions_is_the_same_twice_and_another_the_next_time(
     assert drawn_anew(3, scale=Scale.QUICK) == drawn_anew(3, scale=Scale.QUICK)
     assert drawn_anew(3, scale=Scale.QUICK) != drawn_anew(4, scale=Scale.QUICK)
     assert set(Sources(None).families) == set(FAMILIES) - {"agentic-code"}
+
+
+@pytest.mark.slow
+def test_no_policy_surely_does_more_work_than_the_reference() -> None:
+    """The best of what knows the future is a reference only while nobody without that beats it."""
+    names, cells = (OURS, *MAIN, *(f"{one} + seats 1.0" for one in MAIN), *REFERENCE), list[Cell]()
+    for draw in range(1, 4):
+        trace = drawn_anew(draw, scale=Scale.QUICK)
+        for case in cases("drawn", trace, draw, loads=["above"], scale=Scale.QUICK):
+            for name in names:
+                metrics = while_full(simulate(trace, setup_of(name, case, 0)))
+                cells.append(Cell("", case.family, case.load, 0, name, draw, 0, metrics))
+    (table,) = tables.tables(cells)
+    assert tables.beats_reference(table) == []
 
 
 @pytest.mark.slow
