@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.support.gateway.browser import LACKS, Browser, a_browser, engines_asi
 from tests.support.gateway.process import GatewayProcess, gateway_process
 from tests.support.gateway.world import FakeEngine
 from tests.support.net import free_port
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(LACKS), reason=LACKS)]
 
@@ -45,9 +47,17 @@ def statement(incarnation: int) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     with a_browser(tmp_path_factory.mktemp("browser")) as made:
         yield made
+
+
+@pytest.fixture
+def browser(opened: Browser) -> Iterator[Browser]:
+    """A browser that has left the page of the test before, whose gateway is gone."""
+    yield opened
+    opened.go("about:blank")
+    opened.complaints()
 
 
 def turn(running: GatewayProcess, session: str, tokens: int = 400) -> int:
@@ -128,6 +138,25 @@ def test_the_page_shows_who_was_not_let_in_and_why(browser: Browser, tmp_path: P
         browser.go(running.admin_url + "/")
         browser.until_text("refusals", "not let in: acme", "limit requests", "rate limit exceeded")
         assert browser.complaints() == []
+
+
+def test_the_page_shows_who_waits_and_where_in_line(browser: Browser, tmp_path: Path) -> None:
+    engine = FakeEngine()
+    engine.is_mute = True
+    with ExitStack() as stack:
+        loop = stack.enter_context(engines_aside([engine]))
+        running = stack.enter_context(
+            gateway_process(tmp_path, [engine.port], "--max-running", "1")
+        )
+        threads = stack.enter_context(ThreadPoolExecutor())
+        asked = [threads.submit(turn, running, "a")]
+        until(lambda: bool(engine.seen), what="the first turn at its worker")
+        asked.append(threads.submit(turn, running, "b"))
+        browser.go(running.admin_url + "/")
+        browser.until_text("waiting", "for a running turn's place", "1 of 1")
+        loop.call_soon_threadsafe(engine.go_on.set)
+        assert [one.result(60) for one in asked] == [200, 200]
+        browser.until_text("waiting", "Nobody waits.")
 
 
 def looks(browser: Browser) -> None:

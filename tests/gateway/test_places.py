@@ -375,7 +375,7 @@ def test_a_turn_that_all_refused_for_room_is_one_request_sent_unasked(play: Play
         account = gateway.state.account
         assert (account.received, account.done, account.rejected) == (1, 1, 0)
         assert account.reasons[DispatchReason.RETRY_UNASKED] == 1
-        decided = [decision[3] for decision in gateway.turns.observer.decisions]
+        decided = [decision.outcome for decision in gateway.turns.observer.decisions]
         assert not [one for one in decided if isinstance(one, Refuse)]
         assert [one.attempt for one in decided] == [1, 2, 3]
         assert gateway.turns.observer.pressure["unasked", "all_refused"] == 1

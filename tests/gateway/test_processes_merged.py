@@ -35,7 +35,7 @@ OWN = {
 """Gauges that all relays tell alike."""
 SUMMED = {
     "clients", "clients_max", "live", "queue_turns", "request_body_bytes", "sessions",
-    "sessions_waiting",
+    "sessions_waiting", "turns_waiting",
     "worker_held_tokens", "worker_pending_prefill_tokens", "worker_requests", "worker_sessions",
 }  # fmt: skip
 

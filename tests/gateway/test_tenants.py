@@ -236,7 +236,7 @@ def test_the_routers_own_index_is_parted(play: Play, tenants: KeyedCallers) -> N
                 assert (expected > 0) == (turns == 2), (key, turns)
             await client.post(CHAT, conversation("b", 1), **bearer(key), X__Session__Id="mine")
             decided = list(world.gateway.turns.observer.decisions)[-3:]
-            identities = [one[2] for one in decided if one[2]]
+            identities = [one.identity for one in decided if one.identity]
             assert [one.parent for one in identities] == [None] * 3
             names[key] = {one.session for one in identities}
             assert len(names[key]) == 2

@@ -121,7 +121,7 @@ def test_a_turn_joins_its_worker_to_its_clients_trace(
         (turn,) = [one for one in entries if one["event"] == "turn"]
         assert (turn["request_id"], turn["trace_id"]) == ("mine.1", TRACE.decode())
         decided = world.gateway.turns.observer.decisions[-1]
-        assert (decided[1], decided[4]) == (b"mine.1", TRACE.decode())
+        assert (decided.request_id, decided.trace_id) == (b"mine.1", TRACE.decode())
 
     play(scenario, engines=1, access_log=True)
 

@@ -579,7 +579,7 @@ class QueuePlay(RuleBasedStateMachine):
             if told.no.reason is TurnAwayReason.QUEUE_FULL:
                 has = dict.fromkeys(TENANTS, 0.0)
                 for other in self.door.queue.waiting():
-                    has[other.tenant] += 1 / TENANTS[other.tenant]
+                    has[other.turn.tenant] += 1 / TENANTS[other.turn.tenant]
                 assert has[tenant] + 1 / TENANTS[tenant] >= max(has.values()) - 1e-9
         self.settle()
 
@@ -715,9 +715,9 @@ def test_a_deadline_ends_the_wait_for_a_seat_too() -> None:
     for told, deadline_s in ((hasty, 10.0), (patient, inf)):
         turn = entering(session=f"{deadline_s}", cost=90_000, deadline_s=deadline_s)
         assert queue.enter(turn, told, now_s=0.0) is not None
-    assert queue.next_due_s(0.0) == 10.0 and queue.sessions_waiting == 2
+    assert queue.next_due_s(0.0) == 10.0 and len(queue) == 2
     queue.look(10.0)
-    assert hasty.said == ["deadline_past 600"] and queue.sessions_waiting == 1
+    assert hasty.said == ["deadline_past 590"] and len(queue) == 1
     queue.ended_last(SessionId("in"), 20.0)
     assert patient.said == ["go"], "nobody stands before it any more"
 

@@ -38,6 +38,7 @@ from ownerserve.gateway.admin_api.answers import (
     Requests,
     SessionsAnswer,
     ShadowDecision,
+    WaitRow,
     WantedMigration,
     WorkerLoadRow,
 )
@@ -191,16 +192,25 @@ def _profile(gateway: Gateway, worker: Worker) -> PricedBy:
 
 def decision(decided: Decided, now: float) -> DecisionRow:
     """Return one decision; `age_s` is how long ago it was made."""
-    at_s, request_id, identity, outcome, trace_id = decided
+    identity, outcome = decided.identity, decided.outcome
     row = DecisionRow(
-        age_s=round(now - at_s, 3),
-        request_id=request_id.decode("latin-1"),
-        trace_id=trace_id,
+        age_s=round(now - decided.at_s, 3),
+        request_id=decided.request_id.decode("latin-1"),
+        trace_id=decided.trace_id,
         session=identity.session if identity else None,
         named_by=identity.source if identity else None,
         parent=identity.parent if identity else None,
         worker=None,
         reason=outcome.reason if isinstance(outcome, Dispatch) else outcome.refusal,
+        waits=[
+            WaitRow(
+                reason=one.reason,
+                waited_s=round(one.waited_s, 3),
+                place=one.came.place,
+                of=one.came.of,
+            )
+            for one in decided.waits
+        ],
     )
     return _dispatched(row, outcome) if isinstance(outcome, Dispatch) else row
 

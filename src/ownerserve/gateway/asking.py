@@ -43,7 +43,7 @@ from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, later
 from ownerserve.kv.wire.headers import GROUP_HEADER
-from ownerserve.router.entry.terms import NO_TERMS, TenantTerms
+from ownerserve.router.entry.terms import NO_TERMS, TenantTerms, TurnWait
 from ownerserve.router.messages import Arrive, Claimed
 from ownerserve.router.requests.body import (
     NO_FIELDS,
@@ -102,6 +102,8 @@ class IdentifiedRequest(msgspec.Struct, frozen=True, gc=False):
     from before, which is by the session's name alone."""
     trace: TurnTrace | None = None
     """The trace that the turn is part of; None: none."""
+    waits: tuple[TurnWait, ...] = ()
+    """What it waited for before the fleet."""
 
     @property
     def trace_id(self) -> str | None:

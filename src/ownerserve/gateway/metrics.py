@@ -19,6 +19,7 @@ from ownerserve.gateway.entry.figures import entry_families
 from ownerserve.gateway.histograms import Histogram
 from ownerserve.gateway.processes.part import GatewayPart
 from ownerserve.gateway.rollout.metrics import rollout_metrics
+from ownerserve.router.entry.terms import WaitReason
 
 if TYPE_CHECKING:
     from ownerserve.gateway.service import Gateway
@@ -106,7 +107,9 @@ class GatewayCollector(Collector):
         yield GaugeMetricFamily(
             _P + "sessions_waiting",
             "New sessions that wait for a seat.",
-            value=self._gateway.turns.admission.sessions_waiting,
+            value=sum(
+                one.reason is WaitReason.SEAT for one in self._gateway.turns.admission.waiting()
+            ),
         )
         door = self._gateway.door
         yield GaugeMetricFamily(

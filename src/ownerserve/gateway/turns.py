@@ -17,7 +17,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import structs
@@ -27,9 +27,9 @@ from ownerserve.gateway.asking import Asking, IdentifiedRequest, SessionFinder
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.entry.comments import WaitComments
 from ownerserve.gateway.entry.entering import Entering
+from ownerserve.gateway.entry.telling import wait_line
 from ownerserve.gateway.histograms import TOKEN_BUCKETS, Histogram
 from ownerserve.gateway.http.access import Address, open_access
-from ownerserve.gateway.http.callers import Caller
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.door import descriptor_limit, share_of
 from ownerserve.gateway.http.heads import RequestHead, ResponseHead
@@ -71,7 +71,14 @@ from ownerserve.kv.wire.rpc import Admit, Reject
 from ownerserve.router.decision import DispatchReason, Label, TurnClass
 from ownerserve.router.entry.limits import LimitKind
 from ownerserve.router.entry.queue import Entrant, HeldTurn
-from ownerserve.router.entry.terms import EnteringTurn, SessionClass, TenantTerms, TurnAwayReason
+from ownerserve.router.entry.terms import (
+    EnteringTurn,
+    SessionClass,
+    TenantTerms,
+    TurnAwayReason,
+    TurnWait,
+    WaitReason,
+)
 from ownerserve.router.messages import (
     Aborted,
     Arm,
@@ -421,7 +428,7 @@ class Turns:
         outcome = self.state.handle(event, self.now())
         if trace is not None:
             trace.decided(request_id, asked.arrive.session, outcome)
-        self.observer.decided(request_id, asked.identity, outcome, trace_id=asked.trace_id)
+        self.observer.decided(request_id, asked, outcome)
         if lost is not None and not lost.dispatch.decision.worker.up:
             self.worker_log.down(
                 lost.dispatch.worker, why=Down.UNREACHABLE, cause="a turn's connection failed"
@@ -533,10 +540,14 @@ class Turns:
         self._report(dispatch, stamp, now)
         return BegunAnswer(stamp, now - started_s)
 
-    def receipt(self, dispatch: Dispatch, head: ResponseHead, caller: Caller) -> bytes:
-        """Return the header lines that tell the client of the decision."""
-        lines = self.receipts.lines(dispatch, head, tenant=caller.tenant)
-        return lines + self.entering.limit_lines(caller) if caller.terms.is_limited else lines
+    def receipt(self, asked: IdentifiedRequest, dispatch: Dispatch, head: ResponseHead) -> bytes:
+        """Return the header lines that tell the client of the decision, and of what it waited
+        for before."""
+        tenant, terms = asked.scope.tenant, asked.terms
+        lines = self.receipts.lines(dispatch, head, tenant=tenant)
+        if asked.waits:
+            lines += wait_line(asked.waits)
+        return lines + self.entering.limit_lines(tenant, terms) if terms.is_limited else lines
 
     def finished(
         self,
@@ -664,8 +675,16 @@ class ModeLatency:
         self.duration_s = Histogram()
 
 
-Decided: TypeAlias = tuple[float, bytes, SessionIdentity | None, Dispatch | Refuse, str | None]
-"""One decision: when (s), request id, who asked, what was decided, the trace that it is part of."""
+class Decided(NamedTuple):
+    """This is one decision: when (s), and of whose request; `waits`: for what that waited before
+    it."""
+
+    at_s: float
+    request_id: bytes
+    outcome: Dispatch | Refuse
+    identity: SessionIdentity | None
+    trace_id: str | None
+    waits: tuple[TurnWait, ...]
 
 
 class Observer:
@@ -683,6 +702,8 @@ class Observer:
         self.pressure: Counter[tuple[str, str]] = Counter()
         """(kind, reason): all that did not go as decided. Errors and fallbacks are one pressure:
         who counts only one of them hides it in the other (seed 003, v5)."""
+        self.waits_for_s = {reason: Histogram() for reason in WaitReason}
+        """By what they waited for, of turns that did and went on."""
         self.waits_s: dict[tuple[str, SessionClass], Histogram] = {}
         """By tenant and class, of turns that were let in through a queue that is not open."""
         self.not_let_in: Counter[tuple[str, str, str]] = Counter()
@@ -698,13 +719,12 @@ class Observer:
     def decided(
         self,
         request_id: bytes,
-        identity: SessionIdentity | None,
+        asked: IdentifiedRequest,
         outcome: Dispatch | Refuse,
-        *,
-        trace_id: str | None,
     ) -> None:
         """Count a decision."""
-        self.decisions.append((self._now(), request_id, identity, outcome, trace_id))
+        who = asked.identity, asked.trace_id, asked.waits
+        self.decisions.append(Decided(self._now(), request_id, outcome, *who))
         if isinstance(outcome, Dispatch) and outcome.decision.reason is DispatchReason.NOT_OFFERED:
             self.pressure["fallback", DispatchReason.NOT_OFFERED.value] += 1
 
@@ -721,6 +741,10 @@ class Observer:
         if waits is None:
             waits = self.waits_s[key] = Histogram()
         waits.observe(waited_s)
+
+    def waited(self, wait: TurnWait) -> None:
+        """Count how long a turn waited for one thing (QueueWatch)."""
+        self.waits_for_s[wait.reason].observe(wait.waited_s)
 
     def turned_away(self, turn: EnteringTurn, reason: TurnAwayReason) -> None:
         """Count a turn that the queue turned away (QueueWatch)."""

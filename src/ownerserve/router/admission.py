@@ -192,6 +192,10 @@ class SessionAdmission:
         """Return where one stands who waits."""
         return self._waiting.place(ticket)
 
+    def places(self) -> dict[Ticket, LinePlace]:
+        """Return where each stands who waits, the first of them first."""
+        return self._waiting.places()
+
     def due(self, now_s: float) -> list[Ticket]:
         """Let in those whose turn it is, and return their tickets in the order of arrival; behind
         them those of their sessions' other turns, sub-agents and forks."""

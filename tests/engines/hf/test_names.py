@@ -103,7 +103,7 @@ class Fleet:
         answer = self.http.post(f"{to}/v1/chat/completions", json=body, **request)
         assert answer.status_code == 200, answer.text
         until(lambda: not self.gateway.state.live)
-        name = self.gateway.turns.observer.decisions[-1][2].session
+        name = self.gateway.turns.observer.decisions[-1].identity.session
         assert name is not None
         return SessionId(name)
 

@@ -80,7 +80,9 @@ class Fleet:
         assert answer.status_code == 200
         until(lambda: not self.gateway.read(lambda: self.gateway.gateway.state.live))
         took_ms = (worker.metric("ownerserve_step_seconds_sum") - before) * 1e3
-        outcome = self.gateway.read(lambda: self.gateway.gateway.turns.observer.decisions[-1][3])
+        outcome = self.gateway.read(
+            lambda: self.gateway.gateway.turns.observer.decisions[-1].outcome
+        )
         assert isinstance(outcome, Dispatch)
         return outcome, took_ms, [*prompt, *answer.json()["choices"][0]["token_ids"]]
 

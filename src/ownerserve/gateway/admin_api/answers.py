@@ -17,6 +17,7 @@ from ownerserve.gateway.workers.components import ComponentMemory
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Tier
 from ownerserve.kv.wire.status import ProfileStatement, RefillShare
 from ownerserve.router.decision import DispatchReason, TurnClass
+from ownerserve.router.entry.terms import WaitReason
 from ownerserve.router.messages import Arm
 from ownerserve.router.requests.identity import SessionSource
 from ownerserve.router.rollout.steering import Mode
@@ -179,10 +180,11 @@ class Discovered(AdminAnswer):
 
 
 class WaitingTurns(AdminAnswer, rename={"session_class": "class"}):
-    """Turns of one tenant and class that wait before the fleet."""
+    """Turns of one tenant and class that wait before the fleet, for one reason."""
 
     tenant: str
     session_class: str
+    reason: WaitReason
     turns: int
 
 
@@ -195,10 +197,28 @@ class NotLetIns(AdminAnswer, rename={"session_class": "class"}):
     count: int
 
 
+class HeldTurnRow(AdminAnswer, rename={"session_class": "class"}):
+    """A turn that waits before the fleet: for what, how long, where it stands in line now, and
+    where it stood when it came. `session` None: it belongs to none."""
+
+    session: str | None
+    tenant: str
+    session_class: str
+    reason: WaitReason
+    waited_s: float
+    place: int
+    of: int
+    came_at: int
+
+
 class Queue(AdminAnswer):
-    """A queue is the turns that wait before the fleet, and the requests that were not let in."""
+    """A queue is the turns that wait before the fleet, those that came first one by one, and the
+    requests that were not let in. `without_room`: sessions that were let in though there was no
+    seat."""
 
     waiting: Sequence[WaitingTurns]
+    first: Sequence[HeldTurnRow]
+    without_room: int
     not_let_in: Sequence[NotLetIns]
 
 
@@ -272,6 +292,16 @@ class PricedWay(AdminAnswer):
     terms_ms: Mapping[str, float]
 
 
+class WaitRow(AdminAnswer):
+    """What a turn waited for before the fleet, how long, and where it stood in line when it
+    came."""
+
+    reason: WaitReason
+    waited_s: float
+    place: int
+    of: int
+
+
 class DecisionRow(AdminAnswer):
     """One decision: where a turn went and why, or why nowhere (`worker` None, and nothing from
     `attempt` on). `age_s` is how long ago it was made."""
@@ -284,6 +314,7 @@ class DecisionRow(AdminAnswer):
     parent: str | None
     worker: str | None
     reason: str
+    waits: Sequence[WaitRow]
     attempt: int | UnsetType = UNSET
     prefill_tokens: int | UnsetType = UNSET
     prompt_tokens: int | UnsetType = UNSET

@@ -118,10 +118,9 @@ class Entering:
     def _settle(self, asked: IdentifiedRequest, more: int) -> None:
         self._limits.settle(asked.scope.tenant, asked.terms, more, now_s=self._loop.time())
 
-    def limit_lines(self, caller: Caller) -> bytes:
+    def limit_lines(self, tenant: str, terms: TenantTerms) -> bytes:
         """Return the header lines that tell a tenant what is left of its limits."""
-        states = self._limits.states(caller.tenant, caller.terms, self._loop.time())
-        return limit_lines(states)
+        return limit_lines(self._limits.states(tenant, terms, self._loop.time()))
 
     def _look(self, tenant: str, terms: TenantTerms, tokens: int) -> None:
         now_s = self._loop.time()

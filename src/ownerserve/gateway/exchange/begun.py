@@ -73,7 +73,7 @@ class NothingSaid:
         if head.ends_by_close:
             client.close_after_answer()
         lines = b"%bx-request-id: %b\r\n%b" % (
-            exchange.turns.receipt(attempt.dispatch, head, exchange.request.head.caller),
+            exchange.turns.receipt(attempt.asked, attempt.dispatch, head),
             exchange.request_id,
             client.connection_line,
         )

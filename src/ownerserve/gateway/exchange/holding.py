@@ -145,9 +145,8 @@ class HeadSaid(NothingSaid):
         if exchange.request.head.version == b"1.0":
             relaying = StreamingDechunkedQuietly if exchange.asks_usage else StreamingDechunked
         going_on = going_on_as(relaying, attempt, upstream, came=came, head=head)
-        caller = exchange.request.head.caller
-        receipt = comment(exchange.turns.receipt(attempt.dispatch, head, caller).decode("latin-1"))
-        exchange.client.write(_framed(exchange, receipt) + going_on.passed(first))
+        receipt = exchange.turns.receipt(attempt.asked, attempt.dispatch, head).decode("latin-1")
+        exchange.client.write(_framed(exchange, comment(receipt)) + going_on.passed(first))
         let_body_go(going_on)
         return going_on
 

@@ -79,7 +79,7 @@ class Legs:
             self.counts[_HEDGE, "nobody"] += 1
             return second
         self.counts[_HEDGE, "sent"] += 1
-        turns.observer.decided(request_id, asked.identity, second, trace_id=asked.trace_id)
+        turns.observer.decided(request_id, asked, second)
         if turns.access_log is not None:
             session = asked.arrive.session
             turns.access_log.decided(

@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.entry.telling import not_let_in
 from ownerserve.gateway.exchange.attempt import Attempt, give_back
@@ -15,7 +17,7 @@ from ownerserve.gateway.http.upstream import UpstreamConnection
 from ownerserve.gateway.turns import NotLetIn
 from ownerserve.gateway.workers.rpc import HeldPlace
 from ownerserve.router.entry.queue import HeldTurn
-from ownerserve.router.entry.terms import TurnedAway
+from ownerserve.router.entry.terms import TurnedAway, TurnWait
 from ownerserve.router.messages import Failure
 
 if TYPE_CHECKING:
@@ -111,19 +113,23 @@ class Queued(Phase):
 
     def go(self, now_s: float) -> None:
         """Decide where the turn runs: it is let in."""
-        self.decide(self.asked)
+        waits = self._waits()
+        self.decide(structs.replace(self.asked, waits=waits) if waits else self.asked)
 
     def turned_away(self, no: TurnedAway) -> None:
         """Tell the client that the turn is not let in. Where it waited this is called in the midst
         of another request's end: a fault ends this request and no other."""
         exchange = self.exchange
         try:
-            told = not_let_in(no)
+            told = not_let_in(no, self._waits())
             turn_away(exchange, self.asked, told)
             exchange.phase = OVER
             exchange.begun.reject(exchange, told)
         except Exception as error:  # noqa: BLE001 - a request's root: it is logged there
             exchange.failed(error)
+
+    def _waits(self) -> tuple[TurnWait, ...]:
+        return () if self.held is None else tuple(self.held.waited)
 
     def abort(self) -> None:
         """Leave the queue; the turn was not let in."""

@@ -6,7 +6,6 @@ from typing import Protocol
 
 from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.entry.comments import WaitComments
-from ownerserve.gateway.http.callers import Caller
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.heads import RequestHead, ResponseHead
 from ownerserve.gateway.refusals import Refusals
@@ -65,7 +64,7 @@ class TurnPort(Protocol):
         """Take in an answer's head: return the worker's word on it, or its no to the turn."""
         ...
 
-    def receipt(self, dispatch: Dispatch, head: ResponseHead, caller: Caller) -> bytes:
+    def receipt(self, asked: IdentifiedRequest, dispatch: Dispatch, head: ResponseHead) -> bytes:
         """Return the header lines that tell the client of the decision."""
         ...
 

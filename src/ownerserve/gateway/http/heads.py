@@ -34,6 +34,7 @@ from ownerserve.kv.wire.headers import (
     RESERVATION_HEADER,
     TURN_CLASS_HEADER,
     TURN_HEADER,
+    WAIT_HEADER,
     WORKER_HEADER,
 )
 from ownerserve.router.requests.identity import IDENTITY_HEADERS, SessionIdentity
@@ -67,6 +68,7 @@ _OURS = frozenset(
         RESERVATION_HEADER,
         TURN_HEADER,
         TURN_CLASS_HEADER,
+        WAIT_HEADER,
         WORKER_HEADER,
         "x-request-id",
     }

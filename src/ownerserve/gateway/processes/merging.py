@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from ownerserve.gateway.entry.figures import TOLD_MAX
 from ownerserve.gateway.histograms import Histogram
 from ownerserve.gateway.live import SESSIONS_TOLD_MAX, latency_of
 
@@ -65,6 +66,10 @@ def status(said: Sequence[Said], abouts: Sequence[Said]) -> Said:
         "pressure": _rows([one["pressure"] for one in said], "count"),
         "queue": {
             "waiting": _rows([one["queue"]["waiting"] for one in said], "turns"),
+            "first": _newest([one["queue"] for one in said], "first", "waited_s")[
+                : -TOLD_MAX - 1 : -1
+            ],
+            "without_room": sum(one["queue"]["without_room"] for one in said),
             "not_let_in": _rows([one["queue"]["not_let_in"] for one in said], "count"),
         },
         "latency": latency(abouts),
@@ -72,6 +77,11 @@ def status(said: Sequence[Said], abouts: Sequence[Said]) -> Said:
             {name: value for name, value in one.items() if name != "latency"} for one in abouts
         ],
     }
+
+
+def _came_first(queues: Sequence[Said]) -> list[Said]:
+    """Return those of all relays' turns that have waited for longest."""
+    return list(reversed(_newest(queues, "first", "waited_s")))[:TOLD_MAX]
 
 
 def workers(said: Sequence[Said]) -> Said:

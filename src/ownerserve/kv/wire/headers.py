@@ -17,6 +17,7 @@ Owns the names, and the encoding and decoding of both lines; nobody else spells 
 | x-ownerserve-model | /health, up | what the worker serves |
 | x-ownerserve-mode and others | an answer, up | what came of the turn, for people |
 | x-ownerserve-worker and others | an answer, to the client | where it ran, why, what was priced |
+| x-ownerserve-wait | an answer, to the client | what its turn waited for before the fleet |
 
 **The turn line** is what a gateway sends down with each turn.
 
@@ -103,6 +104,7 @@ ACTION_HEADER = "x-ownerserve-action"
 TURN_CLASS_HEADER = "x-ownerserve-turn"
 EXPECTED_CACHED_HEADER = "x-ownerserve-expected-cached-tokens"
 PRICED_HEADER = "x-ownerserve-priced"
+WAIT_HEADER = "x-ownerserve-wait"
 
 LINE_BYTES_MAX = 4096
 _encoder = msgspec.json.Encoder()

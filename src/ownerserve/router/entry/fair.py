@@ -182,8 +182,16 @@ class FairLine:
 
     def place(self, ticket: Ticket) -> LinePlace:
         """Return where one stands who waits: as if all were let in one by one from now on."""
+        tenant, flow = self._flows(self._at[ticket].turn)
+        is_only = len(flow.turns) == tenant.waiting == len(self._at)
+        if is_only and next(reversed(flow.turns)) == ticket:  # whoever comes, where it is one line
+            return LinePlace(len(self), len(self))
         ahead = takewhile(lambda one: one.ticket != ticket, self.in_order())
         return LinePlace(sum(1 for _ in ahead) + 1, len(self))
+
+    def places(self) -> dict[Ticket, LinePlace]:
+        """Return where each stands who waits, the first of them first."""
+        return {one.ticket: LinePlace(at, len(self)) for at, one in enumerate(self.in_order(), 1)}
 
     def ahead(self, turn: EnteringTurn) -> int:
         """Estimate how many of those in line go before `turn`, were it added now: as many as the

@@ -34,6 +34,7 @@ from ownerserve.router.entry.terms import (
     SessionClass,
     TurnAwayReason,
     TurnedAway,
+    TurnWait,
     WaitReason,
 )
 
@@ -81,6 +82,10 @@ class QueueWatch(Protocol):
         """Hear that a turn begins."""
         ...
 
+    def waited(self, wait: TurnWait) -> None:
+        """Hear that a turn has waited, and goes on."""
+        ...
+
     def turned_away(self, turn: EnteringTurn, reason: TurnAwayReason) -> None:
         """Hear that a turn was not let in."""
         ...
@@ -88,14 +93,20 @@ class QueueWatch(Protocol):
 
 class HeldTurn:
     """A held turn waits, or did, for `reason`: for a seat (`seat`) or in line for a running turn's
-    place."""
+    place. `came`: where it stood in that line at first, since `since_s`; `waited`: what it waited
+    for before."""
 
-    __slots__ = ("entrant", "one", "reason", "seat", "until_s", "waits")
+    __slots__ = (
+        "came", "entrant", "one", "reason", "seat", "since_s", "until_s", "waited", "waits",
+    )  # fmt: skip
 
     def __init__(self, one: InLine, entrant: Entrant) -> None:
         self.one = one
         self.entrant = entrant
         self.reason = WaitReason.RUNNING
+        self.came = LinePlace(0, 0)
+        self.since_s = 0.0
+        self.waited: list[TurnWait] = []
         self.seat: Ticket | None = None
         self.until_s = inf
         self.waits = False
@@ -104,6 +115,12 @@ class HeldTurn:
     def turn(self) -> EnteringTurn:
         """The turn that is held."""
         return self.one.turn
+
+    def waits_no_more(self, now_s: float) -> TurnWait:
+        """Note, and return, what it waited for until now."""
+        wait = TurnWait(self.reason, self.came, now_s - self.since_s)
+        self.waited.append(wait)
+        return wait
 
 
 class _Part:
@@ -154,6 +171,8 @@ class AdmissionQueue:
         self._running = running
         self._watch = watch
         self._pace = TurnPace()
+        self._seat_pace = TurnPace()
+        """How long one seat takes to come, while anybody waits for one."""
         self._waiting: dict[Ticket, HeldTurn] = {}
         self._seated: dict[Ticket, HeldTurn] = {}
         self._parts: dict[str, _Part] = {}
@@ -165,14 +184,17 @@ class AdmissionQueue:
         """Return how many turns wait."""
         return len(self._waiting)
 
-    @property
-    def sessions_waiting(self) -> int:
-        """How many new sessions wait for a seat."""
-        return len(self._seated)
-
-    def waiting(self) -> list[EnteringTurn]:
+    def waiting(self) -> list[HeldTurn]:
         """Return the turns that wait, in the order in which they came."""
-        return [held.turn for held in self._waiting.values()]
+        return list(self._waiting.values())
+
+    def places(self) -> dict[Ticket, LinePlace]:
+        """Return where each of them stands in line."""
+        found = {} if self._slots is None else self._slots.places()
+        if self.seats is not None:
+            for seat, place in self.seats.places().items():
+                found[self._seated[seat].one.ticket] = place
+        return found
 
     def place(self, held: HeldTurn) -> LinePlace:
         """Return where one who waits stands in line."""
@@ -205,6 +227,7 @@ class AdmissionQueue:
             if isinstance(answer, Wait):
                 held.seat, held.reason = answer.ticket, answer.reason
                 self._seated[answer.ticket] = held
+                self._note_seats(now_s)
                 self._hold(held, turn.deadline_s, now_s)
                 return held if held.waits else None
         self._line_up(held, now_s)
@@ -215,6 +238,7 @@ class AdmissionQueue:
         that no longer waits is no error."""
         if held.waits:
             self._take_out(held)
+            self._note_seats(now_s)
             self._stand_down(held, now_s)
 
     def ended(self, session: SessionId | None, tokens: int, now_s: float) -> None:
@@ -266,6 +290,7 @@ class AdmissionQueue:
         for held in list(self._waiting.values()):
             if held.waits:
                 self._take_out(held)
+                self._goes_on(held, now_s)
                 held.entrant.go(now_s)
 
     def let_past_seats(self, now_s: float) -> None:
@@ -294,6 +319,7 @@ class AdmissionQueue:
         if ticket_next is not None:
             held = self._waiting[ticket_next]
             self._forget(held)
+            self._goes_on(held, now_s)
             self._go(held, now_s)
             found = True
         return found
@@ -302,9 +328,17 @@ class AdmissionQueue:
         """Let go on who waits for a seat no longer."""
         assert held.seat is not None
         del self._seated[held.seat]
+        self._note_seats(now_s)
+        self._seat_pace.ended()
         held.seat = None
         self._forget(held)
+        self._goes_on(held, now_s)
         self._line_up(held, now_s)
+
+    def _goes_on(self, held: HeldTurn, now_s: float) -> None:
+        wait = held.waits_no_more(now_s)
+        if self._watch is not None:
+            self._watch.waited(wait)
 
     def _line_up(self, held: HeldTurn, now_s: float) -> None:
         """Let in who has a seat, or needs none, or put him in the line for a running turn's
@@ -312,7 +346,7 @@ class AdmissionQueue:
         turn, slots = held.turn, self._slots
         if turn.deadline_s <= now_s:
             past = TurnAwayReason.DEADLINE_PAST
-            self._turn_away(held, past, self._wait_s(turn), now_s=now_s)
+            self._turn_away(held, past, self._wait_s(held, now_s), now_s=now_s)
         elif slots is None:
             self._go(held, now_s)
         elif slots.takes(turn):
@@ -320,7 +354,7 @@ class AdmissionQueue:
             self._go(held, now_s)
         else:
             until_s = min(turn.deadline_s, turn.came_s + self._settings.wait_s)
-            late_s = now_s + self._wait_s(turn) - until_s
+            late_s = now_s + self._wait_s(held, now_s) - until_s
             if late_s > 0.0 and until_s > now_s and self._pace.is_measured:
                 self._turn_away(held, TurnAwayReason.DEADLINE_UNMET, late_s, now_s=now_s)
             else:
@@ -344,6 +378,7 @@ class AdmissionQueue:
         if part is None:
             part = self._parts[held.turn.tenant] = _Part()
         part.add(held)
+        held.came, held.since_s = self.place(held), now_s
         if until_s <= now_s:
             self._drop(held, TurnAwayReason.DEADLINE_PAST, now_s)
             return
@@ -375,7 +410,9 @@ class AdmissionQueue:
     def _drop(self, held: HeldTurn, reason: TurnAwayReason, now_s: float) -> None:
         """Turn one away who waits."""
         self._take_out(held)
-        self._turn_away(held, reason, self._wait_s(held.turn), now_s=now_s)
+        self._note_seats(now_s)
+        held.waits_no_more(now_s)
+        self._turn_away(held, reason, self._wait_s(held, now_s), now_s=now_s)
 
     def _turn_away(
         self, held: HeldTurn, reason: TurnAwayReason, retry_after_s: float, *, now_s: float
@@ -386,15 +423,22 @@ class AdmissionQueue:
         retry_after_s = min(max(retry_after_s, RETRY_MIN_S), RETRY_MAX_S)
         held.entrant.turned_away(TurnedAway(reason, retry_after_s))
 
-    def _wait_s(self, turn: EnteringTurn) -> float:
-        """Estimate how long a turn that comes now waits: until those that go before it, and one
-        more, have ended. For a seat: until the next of those that wait loses patience."""
+    def _wait_s(self, held: HeldTurn, now_s: float) -> float:
+        """Estimate how long such a turn would wait if it came now: until those that go before it,
+        and one more, have ended; for a seat, until those that wait for one have theirs, and one
+        more. Nobody has had one lately: until time alone lets the next of them in."""
         slots = self._slots
-        if slots is None:
+        if held.seat is not None or slots is None:
+            if self._seat_pace.is_measured:
+                return self._seat_pace.turn_s * (len(self._seated) + 1)
             due_s = None if self.seats is None else self.seats.next_due_s()
-            return 0.0 if due_s is None else due_s - turn.came_s
+            return 0.0 if due_s is None else due_s - now_s
+        turn = held.turn
         places = slots.slots(turn.model)
         return self._pace.turn_s * (slots.ahead(turn) + 1) / max(places, 1)
+
+    def _note_seats(self, now_s: float) -> None:
+        self._seat_pace.note(min(len(self._seated), 1), now_s)
 
     def _stand_down(self, held: HeldTurn, now_s: float) -> None:
         """Give the seat back that a turn took which does not begin."""

@@ -65,6 +65,10 @@ class RunningLimit:
         """Return where one stands in its model's line."""
         return self._line(one.turn.model).place(one.ticket)
 
+    def places(self) -> dict[Ticket, LinePlace]:
+        """Return where each stands in its model's line."""
+        return {at: place for line in self._lines.values() for at, place in line.places().items()}
+
     def ahead(self, turn: EnteringTurn) -> int:
         """Estimate how many of those in line would go before `turn`."""
         line = self._lines.get(turn.model)

@@ -120,6 +120,15 @@ class LinePlace(msgspec.Struct, frozen=True, gc=False):
     of: int
 
 
+class TurnWait(msgspec.Struct, frozen=True, gc=False):
+    """A turn wait is what a turn waited for, where it stood in line when it came, and how long it
+    waited, in seconds."""
+
+    reason: WaitReason
+    came: LinePlace
+    waited_s: float
+
+
 class TurnAwayReason(Label):
     """A turn-away reason says why a turn was not let in: a metric's label and the error's code."""
 
