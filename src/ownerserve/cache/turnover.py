@@ -19,7 +19,7 @@ from ownerserve.cache.pressure import Pressure
 from ownerserve.cache.tree.prefix_tree import Node
 from ownerserve.kv.ids import SessionId
 
-LOOK_INTERVALS = 256
+LOOK_INTERVALS = 64
 """Intervals that one look takes from the evictor's order; what follows is drawn on from them."""
 
 

@@ -20,7 +20,17 @@ from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.inventory import Has, Lost, Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import NEWS_WAIT_MS, Admit, ListHeld, PageIs, Probe, Reject, Seed
+from ownerserve.kv.wire.rpc import (
+    NEWS_WAIT_MS,
+    Admit,
+    ListHeld,
+    PageIs,
+    Probe,
+    Reject,
+    Seed,
+    Status,
+    StatusIs,
+)
 from ownerserve.node.rpc.server import RpcClient
 from ownerserve.node.runtime.node_runtime import UNMEASURED
 from ownerserve.node.vocabulary.records import RecordNames
@@ -42,15 +52,20 @@ def holding(tmp_path: Path) -> Iterator[Holding]:
 
 
 @pytest.fixture
-def client(holding: Holding, tmp_path: Path) -> Iterator[RpcClient]:
+def handler(holding: Holding, tmp_path: Path) -> Iterator[NodeRpcHandler]:
     limits = EngineLimits(unit=UNIT, model="m", sequence_tokens=1000, max_waiting=1, token_bytes=10)
-    handler = NodeRpcHandler(limits, holding, SessionsHere(None))
-    handler.open(tmp_path)
-    handler.stepped({}, free_tokens=800, total_tokens=800)
+    one = NodeRpcHandler(limits, holding, SessionsHere(None))
+    one.open(tmp_path)
+    one.stepped({}, free_tokens=800, total_tokens=800)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def client(handler: NodeRpcHandler, tmp_path: Path) -> Iterator[RpcClient]:
     one = RpcClient((tmp_path / ADDRESS_FILE).read_text())
     yield one
     one.close()
-    handler.close()
 
 
 def test_what_the_store_has_of_a_session_is_said(client: RpcClient, holding: Holding) -> None:
@@ -101,3 +116,16 @@ def test_a_question_for_news_is_answered_with_the_next_word(
     gone = client.ask(ListHeld(1, NEWS_WAIT_MS))
     assert isinstance(gone, PageIs)
     assert gone.page.words == (Lost(2, S, "disk"),)
+
+
+def test_the_engine_says_how_busy_it_was_and_not_what_it_can_not_know(
+    handler: NodeRpcHandler, client: RpcClient
+) -> None:
+    """It has computed for longer than it lives: that counts as all of the time until then."""
+    before = client.ask(Status())
+    assert isinstance(before, StatusIs) and before.status.busy_share == 0.0
+    handler.computed(3600.0)
+    answer = client.ask(Status())
+    assert isinstance(answer, StatusIs)
+    assert answer.status.busy_share is not None and 0.0 < answer.status.busy_share <= 1.0
+    assert answer.status.refill_shares == ()

@@ -23,9 +23,14 @@ class Play:
 
     def __init__(self) -> None:
         self.told: list[CostModel] = []
+        self.computed_s: list[float] = []
         self.calibration = Calibration(None)
         self.measuring = ConnectorObserver(
-            self.calibration, at_once, tell=self.told.append, tail_tokens=32
+            self.calibration,
+            at_once,
+            tell=self.told.append,
+            tail_tokens=32,
+            computed=self.computed_s.append,
         )
 
     def prompt(self, new: int, prefix: int, *, ms: float, now: float) -> None:
@@ -49,6 +54,18 @@ def test_a_step_takes_from_its_schedule_to_its_answer() -> None:
     told = len(play.told)
     play.measuring.forget(TurnId("a"))
     assert len(play.told) == told + 1, "an engine that idles from now on tells no more"
+
+
+def test_overlapping_steps_compute_for_as_long_as_one_after_the_other() -> None:
+    play = Play()
+    play.measuring.scheduled({"a": 100}, now=1.0)
+    play.measuring.scheduled({"a": 1}, now=1.1)
+    play.measuring.scheduled({}, now=1.2)
+    play.measuring.reported(now=1.5)
+    play.measuring.reported(now=1.6)
+    assert play.computed_s == pytest.approx([0.5, 0.6])
+    play.measuring.reported(now=9.0)
+    assert len(play.computed_s) == 2, "no step was scheduled"
 
 
 def test_overlapping_steps_take_from_one_answer_to_the_next() -> None:

@@ -284,9 +284,8 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
     lookup = StoreLookup(parts.ranks.shards(parts.store)[0])
     unit, kept = unit_of(parts), holding(parts)
     sessions = SessionsHere(ownership(parts, unit, kept.inventory) if why is None else None)
-    reports = worker_reports(
-        parts, opened(NodeRpcHandler(limits(parts, unit), kept, sessions), parts)
-    )
+    handler = NodeRpcHandler(limits(parts, unit), kept, sessions)
+    reports = worker_reports(parts, opened(handler, parts))
     tiers, planner = tiers_of(parts.settings), parts.planner()
 
     def tell(costs: CostModel) -> None:
@@ -309,6 +308,7 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
             lookup.later,
             tell=tell,
             tail_tokens=parts.layout.block_tokens,
+            computed=handler.computed,
         ),
         reports=reports,
         sessions=sessions,

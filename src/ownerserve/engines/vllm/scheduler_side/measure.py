@@ -48,6 +48,10 @@ class ScheduledStep(msgspec.Struct, frozen=True):
     at_s: float
 
 
+def _nobody(computed_s: float) -> None:
+    """Nobody wants to know."""
+
+
 class ConnectorObserver:
     """A `ConnectorObserver` measures every step, prompt and load of one engine, for the node's cost
     model."""
@@ -59,13 +63,15 @@ class ConnectorObserver:
         *,
         tell: Callable[[CostModel], None],
         tail_tokens: int = 1,
+        computed: Callable[[float], None] = _nobody,
     ) -> None:
         """Make it and tell what is known. A prompt of which fewer than `tail_tokens` are computed
         is a tail: most come behind what was restored or resident, and say what a pass costs that
         computes next to nothing. One is measured in TAIL_EVERY_S.
 
         `later` does something on another thread: what was learnt is written there. `tell` hears
-        of what was learnt, at most once in TELL_S.
+        of what was learnt, at most once in TELL_S; `computed` after each step of for how long, in
+        seconds, all of them have computed.
         """
         self._calibration = calibration
         self._later = later
@@ -75,6 +81,7 @@ class ConnectorObserver:
         self._prompts: dict[TurnId, RunningPrompt] = {}
         self._steps: deque[ScheduledStep] = deque(maxlen=IN_FLIGHT)
         self._stepped_s = self._told_s = 0.0
+        self._computed, self._computed_s = computed, 0.0
         tell(calibration.model)
 
     def scheduled(self, tokens: Mapping[str, int], now: float) -> None:
@@ -107,9 +114,11 @@ class ConnectorObserver:
         answer before, if steps overlap."""
         if self._steps:
             step = self._steps.popleft()
+            took_s = now - max(step.at_s, self._stepped_s)
+            self._computed_s += took_s
+            self._computed(self._computed_s)
             if step.batch:
-                took_ms = (now - max(step.at_s, self._stepped_s)) * 1e3
-                self._calibration.observe((Stepped(step.batch, took_ms),))
+                self._calibration.observe((Stepped(step.batch, took_s * 1e3),))
         self._stepped_s = now
         self.stepped(now)
 

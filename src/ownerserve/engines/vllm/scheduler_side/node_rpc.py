@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -48,6 +49,7 @@ from ownerserve.kv.wire.status import (
     load_statement,
 )
 from ownerserve.node.rpc.server import RpcServer
+from ownerserve.node.runtime.busy import BusyMeter
 from ownerserve.node.runtime.stating import actions_of
 
 ADDRESS_FILE = "rpc.address"
@@ -96,6 +98,8 @@ class NodeRpcHandler:
         self._told = EngineLoad(time.time())
         self._speed: SpeedStatement | None = None
         self._tiers: tuple[TierStatement, ...] = ()
+        self._busy_lock = Lock()
+        self._busy, self._computed_s = BusyMeter(time.monotonic()), 0.0
         self._released: SimpleQueue[SessionId] = SimpleQueue()
         self._servers: list[RpcServer] = []
         self._address_file: Path | None = None
@@ -161,6 +165,18 @@ class NodeRpcHandler:
     def measured(self, speed: SpeedStatement, tiers: Sequence[TierStatement]) -> None:
         """Note what prompts, steps and loads take now."""
         self._speed, self._tiers = speed, tuple(tiers)
+
+    def computed(self, computed_s: float) -> None:
+        """Note for how long steps have computed in all."""
+        self._read_busy(computed_s)
+
+    def _read_busy(self, computed_s: float | None) -> float:
+        """Return the busy share now; `computed_s` None: nothing was computed since the last
+        time."""
+        with self._busy_lock:
+            if computed_s is not None:
+                self._computed_s = computed_s
+            return self._busy.read(self._computed_s, time.monotonic())
 
     def gone(self, request_id: str) -> None:
         """Forget a request that ended, however. After the last one no step follows that would tell
@@ -239,7 +255,8 @@ class NodeRpcHandler:
 
     def _status(self) -> WorkerLoad:
         """Return the load after the last step. Made here and not in the step: steps are many,
-        questions few.
+        questions few. The refill share is not said: nobody works out here what vLLM's pool would
+        take next, and for how long that was idle.
 
         Where nothing runs or waits, what was in use is cached now, or held for a last copy.
         """
@@ -255,6 +272,7 @@ class NodeRpcHandler:
             kv_bytes_free=told.free_tokens * limits.token_bytes,
             kv_bytes_total=told.total_tokens * limits.token_bytes,
             kv_bytes_evictable=evictable * limits.token_bytes,
+            busy_share=self._read_busy(None),
         )
 
     def _profile(self) -> ProfileStatement:
