@@ -91,7 +91,7 @@ def snapshot(cache: HeteroCache, now: float) -> Snapshot:
         cached_tokens=dict.fromkeys(layout.range_names, cached),
         restorable_points=complete,
         partial_points=len(stops) - complete,
-        sessions=len(parts.sessions),
+        sessions=sum(bool(one.version or one.running) for one in parts.sessions),
         running=len(parts.running),
         fragmentation=_fragmentation(parts),
         tail_tokens={tail.name: sum(_waiting(parts, tail)) for tail in layout.tails},
