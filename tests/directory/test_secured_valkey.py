@@ -100,6 +100,7 @@ def serves(directory: ValkeyDirectory) -> None:
     directory.close()
 
 
+@pytest.mark.slow
 def test_a_user_with_the_least_rights_is_enough(server: Secured, password: Path) -> None:
     serves(directory_at(url_of(server, password)))
 
@@ -141,6 +142,7 @@ def test_the_password_may_be_a_variable_and_a_changed_file_is_read_anew(
     directory.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_asks_for_certificates_gets_one(
     tmp_path: Path, ca: Authority, password: Path
 ) -> None:

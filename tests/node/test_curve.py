@@ -222,6 +222,7 @@ def ownerserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_a_directory_with_keys_is_run_and_asked(outside: str, tmp_path: Path) -> None:
     fleet, other, ready = tmp_path / "fleet.key", tmp_path / "other.key", tmp_path / "ready"
     for path in (fleet, other):

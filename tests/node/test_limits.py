@@ -29,6 +29,7 @@ def on_disk(directory: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in files)
 
 
+@pytest.mark.slow
 def test_ten_turnovers_with_hot_records_take_a_quarter_more_than_the_capacity(tmp_path) -> None:
     """What is read all the time pins its segments; the open segment is preallocated."""
     clock, limits = ManualClock(1.7e9), StoreLimits(disk_bytes=CAPACITY)

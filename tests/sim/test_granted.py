@@ -84,6 +84,7 @@ def of_gpt_oss(abilities: str, **changes: Any) -> dict[str, Any]:
     return simulate(trace, told, parts=BaselineParts(spec=lambda _: GPT_OSS)).metrics
 
 
+@pytest.mark.slow
 def test_vllm_under_our_scheduler_replays_windows_of_paged_attention() -> None:
     """As on hf, a replay is R tokens before what full attention has kept."""
     kept = {name: of_gpt_oss(name) for name in ("hf", "vllm", "vllm-replay")}

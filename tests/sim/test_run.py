@@ -32,6 +32,7 @@ for policy in ("ownerserve", "static_pd_delta"):
 """
 
 
+@pytest.mark.slow
 def test_processes_with_other_hash_seeds_say_the_same() -> None:
     told = []
     for seed in ("1", "4242"):
@@ -60,6 +61,7 @@ def turns(result: Result) -> tuple[str, int]:
     return digest(result.metrics), len(result.rows)
 
 
+@pytest.mark.slow
 def test_how_many_run_at_once_changes_nothing() -> None:
     setups = {name: setup(name) for name in ("ear", "least_load", "ownerserve")}
     jobs = Jobs(TRACE, setups, turns)

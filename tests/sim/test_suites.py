@@ -155,6 +155,7 @@ def test_equal_runs_are_simulated_once_and_everything_is_written(tmp_path: Path)
     assert (tmp_path / "tables/t.csv").read_text().splitlines()[0] == ",turns"
 
 
+@pytest.mark.slow
 def test_one_that_fails_is_a_line_and_the_others_stand(tmp_path: Path) -> None:
     _, report, _ = _evaluate([BAD_JOB, GOOD, BAD_END], tmp_path)
     assert {one.name: one.error for one in report.failures} == {
@@ -166,6 +167,7 @@ def test_one_that_fails_is_a_line_and_the_others_stand(tmp_path: Path) -> None:
     assert "no such luck" in page and "Agents re-use" in page
 
 
+@pytest.mark.slow
 def test_the_same_again_is_the_same_bytes(tmp_path: Path) -> None:
     _, one, _ = _evaluate([GOOD], tmp_path / "one", processes=1)
     _, two, _ = _evaluate([GOOD], tmp_path / "two", processes=2)
@@ -220,6 +222,7 @@ def test_every_experiment_runs_to_its_end(tmp_path: Path) -> None:
     assert len(body["verdicts"]) >= 20
 
 
+@pytest.mark.slow
 def test_the_command_lists_and_runs_one(tmp_path: Path) -> None:
     listed = CliRunner().invoke(command, ["--list"])
     assert "002-f6" in listed.output and "goal" in listed.output

@@ -77,6 +77,7 @@ def test_a_store_without_a_host_cache_lands_in_locked_memory(tmp_path, samples):
     backing.close()
 
 
+@pytest.mark.engine
 @pytest.mark.gpu
 def test_a_gpu_copies_straight_from_the_tier(clock, samples):
     torch = pytest.importorskip("torch")

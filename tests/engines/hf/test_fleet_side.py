@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import msgspec
+import pytest
 from msgspec.structs import replace
 
 from ownerserve.engines.hf.http.answering import (

@@ -12,6 +12,8 @@ pytest.importorskip("transformers")
 from ownerserve.engines.hf.build import WorkerOptions
 from tests.support.hf.fleet_rig import ServedGateway, ServedWorker
 
+pytestmark = pytest.mark.engine
+
 SYSTEM = [7 + i % 50 for i in range(96)]
 """What every agent's prompt begins with."""
 

@@ -25,6 +25,8 @@ from ownerserve.node.ownership.inventory import Inventory
 from tests.support.vllm_parts.soft_play import ModelBlock, ModelPool
 from tests.support.vllm_parts.specs import Config, dense, sliding
 
+pytestmark = pytest.mark.engine
+
 B = 32
 DIGESTS = [PrefixHash(bytes([at]) * 32) for at in range(64)]
 

@@ -198,6 +198,7 @@ def test_what_goes_on_at_a_point_replays_nothing() -> None:
     assert replays.of("a") is None
 
 
+@pytest.mark.engine
 def test_rows_are_found_by_the_requests_own_window_blocks() -> None:
     """Two requests in one step have the same full blocks; one computes them, the other replays."""
     torch = pytest.importorskip("torch")
