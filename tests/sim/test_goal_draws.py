@@ -11,18 +11,17 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+from goal import tables
+from goal.cells import Cell, had
+from goal.contenders import BELADY, BOUND, MAIN, OURS, POOLS, REFERENCE, rivals, setup_of
+from goal.families import FAMILIES, Sources, cases, drawn_anew
+from goal.paired import paired
+from ownerserve.report.page import Verdict
+from ownerserve.sim.run import simulate
+from ownerserve.sim.suites.base import Scale
+from ownerserve.sim.suites.goal import while_full
 
-from goal import tables  # noqa: E402
-from goal.cells import Cell, had  # noqa: E402
-from goal.contenders import BELADY, BOUND, MAIN, OURS, POOLS, REFERENCE, rivals, setup_of  # noqa: E402
-from goal.families import FAMILIES, Sources, cases, drawn_anew  # noqa: E402
-from goal.paired import paired  # noqa: E402
-from ownerserve.report.page import Verdict  # noqa: E402
-from ownerserve.sim.run import simulate  # noqa: E402
-from ownerserve.sim.suites.base import Scale  # noqa: E402
-from ownerserve.sim.suites.goal import while_full  # noqa: E402
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 SAME = {
     "turn_mean_s": 5.0,
