@@ -164,6 +164,24 @@ def test_what_an_operator_did_since_stays_unless_the_file_says_something_of_it(
     assert asked(served.admin_url, "GET", "/rollout")[1]["mode"] == "shadow"
 
 
+def test_who_waits_is_told_as_often_as_the_file_says_now(tmp_path: Path) -> None:
+    with worker_process() as worker, httpx.Client(timeout=60) as client:
+        served = Served(tmp_path, [worker.port])
+        served.says |= {"max-running": "1", "wait-comments": "0"}
+        with served.running():
+            headers, turn = {"authorization": f"Bearer {ACME}"}, {"stream": True}
+            url = f"{served.data_url}/v1/completions?stream"
+            with client.stream("POST", url, json=turn, headers=headers) as first:
+                events = first.iter_bytes()  # it closes the connection when nobody has it
+                next(events)
+                served.says["wait-comments"] = "0.1"
+                served.write()
+                assert served.reload() == {"changed": ["wait-comments"], "stays": []}
+                with client.stream("POST", url, json=turn, headers=headers) as held:
+                    said = next(held.iter_lines())
+                    assert said.startswith(": waiting for a running turn's place, place 1 of 1, ")
+
+
 WRONG = {
     "gateway.toml": (
         ('policy = "best"\n', "policy", "'best' is not one of"),
