@@ -10,25 +10,28 @@ import pytest
 from ownerserve.gateway import service
 from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.turns import LostDispatch, Route
+from ownerserve.kv.ids import Incarnation
+from ownerserve.kv.messages import Tier
 from ownerserve.router.admission import SeatSettings
-from ownerserve.router.messages import Down, Refuse, WorkerDown, WorkerUp
+from ownerserve.router.messages import Down, Gone, Refuse, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
 from tests.support.gateway.world import Play, World
 from tests.support.waits import WAIT_S
 
 SEATS = SeatSettings(share=1.0, growth_tokens=0, idle_s=60.0, patience_s=60.0)
+BRIEF = SeatSettings(share=1.0, growth_tokens=0, idle_s=0.2, patience_s=60.0)
 CHAT = "/v1/chat/completions"
 ONE = b'{"messages":"' + b"x" * 3000 + b'"}'
 OTHER = b'{"messages":"' + b"y" * 3000 + b'"}'
 """750 tokens each, and nothing in common: what begins alike counts as a fork."""
 
 
-def small(world: World) -> None:
-    """The worker says that it has room for 1,000 tokens."""
+def small(world: World, *, tokens: int = 1000) -> None:
+    """The worker says that it has room for so many tokens."""
     gateway = world.gateway
     (worker,) = gateway.state.fleet.up
     speed = gateway.config.speed
-    profile = Profile(speed=speed, kv_bytes_total=int(1000 * speed.kv_bytes_per_token))
+    profile = Profile(speed=speed, kv_bytes_total=int(tokens * speed.kv_bytes_per_token))
     gateway.state.handle(WorkerUp(worker.id, profile=profile), gateway.now())
 
 
@@ -147,6 +150,41 @@ def test_a_session_has_one_seat_whatever_its_turns_call_it(play: Play) -> None:
             assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 200
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+def test_who_was_inside_and_whose_state_is_gone_waits_for_room(play: Play) -> None:
+    """10,000 tokens of a's prompt were on the worker, which says that they are no more; b has the
+    room now. What a had before and was computed again is told to the rule of the stay."""
+    long, other = (b'{"messages":"' + mark * 40_000 + b'"}' for mark in (b"x", b"y"))
+
+    async def scenario(world: World) -> None:
+        small(world, tokens=12_000)
+        (worker,) = world.gateway.state.fleet.up
+        up = WorkerUp(worker.id, incarnation=Incarnation(1))
+        world.gateway.state.handle(up, world.gateway.now())
+        gateway, stay = world.gateway, world.gateway.turns.admission.seats.stay
+        world.engines[0].usage = (
+            b'{"prompt_tokens": 10000, "completion_tokens": 1,'
+            b' "prompt_tokens_details": {"cached_tokens": 0}}'
+        )
+        first, second = await world.client(), await world.client()
+        assert (await first.post(CHAT, long, x__session__id="a")).status == 200
+        assert (stay.turns, stay.refilled_s) == (1, 0.0)
+        ((session, _),) = gateway.state.sessions.items()
+        gone = Gone(worker.unit, Tier.DEVICE, session=session)
+        await asyncio.sleep(2 * BRIEF.idle_s)
+        gateway.state.handle(gone, gateway.now())
+        assert (await second.post(CHAT, other, x__session__id="b")).status == 200
+        gateway.state.handle(gone, gateway.now())
+        held = asyncio.ensure_future(first.post(CHAT, long, x__session__id="a"))
+        await waiting(world, 1)
+        assert not held.done()
+        last = await second.post(CHAT, other, x__session__id="b", x__ownerserve__session__final="1")
+        assert last.status == 200
+        assert (await held).status == 200
+        assert stay.refilled_s > 0.0
+
+    play(scenario, engines=1, seats=BRIEF, health_interval_s=60.0)
 
 
 def test_who_hangs_up_while_waiting_is_forgotten(play: Play) -> None:

@@ -12,9 +12,9 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.admission import SeatSettings, SessionAdmission, Wait
+from ownerserve.router.admission import Answer, SeatSettings, SessionAdmission, Wait
 from ownerserve.router.entry.fair import Ticket
-from ownerserve.router.entry.terms import ENTER, Enter
+from ownerserve.router.entry.terms import ENTER, Enter, LinePlace, WaitReason
 from ownerserve.router.fleet import room_tokens
 from ownerserve.router.messages import WorkerUp
 from ownerserve.router.worker import Load, Profile, Worker
@@ -276,14 +276,70 @@ def test_what_a_sequence_takes_at_all_is_counted_for_each() -> None:
     assert [isinstance(answer, Enter) for answer in answers] == [True, True, True, False]
 
 
-def test_nobody_waits_for_ever_by_default() -> None:
-    """A proxy in front gives up on a silent server after 60 s."""
+def test_nobody_waits_for_ever_and_one_at_a_time_is_let_in_without_room() -> None:
+    """All at once would be no seats at all: the fleet would thrash as without them."""
     room = seats(rules=SeatSettings())
     room.ask(s("a"), 95_000, parent=None, now_s=0.0)
-    waits = room.ask(s("b"), 90_000, parent=None, now_s=0.0)
-    assert isinstance(waits, Wait)
-    room.ask(s("a"), 95_000, parent=None, now_s=55.0)
-    assert room.due(59.0) == [waits.ticket]
+    waiting = [room.ask(s(name), 90_000, parent=None, now_s=0.0) for name in "bcd"]
+    tickets = [one.ticket for one in waiting if isinstance(one, Wait)]
+    assert len(tickets) == 3
+    for place, ticket in enumerate(tickets, start=1):
+        assert room.next_due_s() == 3600.0 * place
+        assert room.due(3600.0 * place - 1.0) == []
+        assert room.due(3600.0 * place) == [ticket]
+    assert room.impatient == 3
+
+
+def away_for(room: SessionAdmission, away_s: float, *, absent: int) -> Answer:
+    """Fill the room with "a", which goes away, and "b"; "a" comes back with as much lost."""
+    room.ask(s("a"), 60_000, parent=None, now_s=0.0)
+    room.ended(s("a"), 60_000, 1.0)
+    room.ask(s("b"), 60_000, parent=None, now_s=400.0)
+    return room.ask(s("a"), 60_500, parent=None, now_s=400.0 + away_s, absent_tokens=absent)
+
+
+def test_who_was_inside_and_lost_its_state_waits_for_room_before_all_new_ones() -> None:
+    room = seats()
+    back = away_for(room, 1.0, absent=60_000)
+    new = room.ask(s("n"), 30_000, parent=None, now_s=402.0)
+    assert isinstance(back, Wait) and isinstance(new, Wait)
+    assert (back.reason, new.reason) == (WaitReason.STATE, WaitReason.SEAT)
+    again = room.ask(s("a"), 60_500, parent=None, now_s=403.0, absent_tokens=60_000)
+    assert isinstance(again, Wait) and room.waiting == 3
+    assert room.places() == {
+        back.ticket: LinePlace(1, 2), again.ticket: LinePlace(2, 2), new.ticket: LinePlace(1, 1)
+    }  # fmt: skip
+    assert room.place(again.ticket) == LinePlace(2, 2)
+    assert room.due(404.0) == []
+    room.over(s("b"))
+    assert room.due(405.0) == [back.ticket, again.ticket]
+    room.ended(s("a"), 60_500, 406.0)
+    room.ended(s("a"), 60_500, 406.0)
+    room.over(s("a"))
+    assert room.due(407.0) == [new.ticket]
+
+
+def test_who_was_inside_waits_for_its_room_no_longer_than_is_set() -> None:
+    room = seats()
+    back = away_for(room, 1.0, absent=60_000)
+    assert isinstance(back, Wait)
+    assert room.next_due_s() == 461.0
+    assert room.due(460.5) == []
+    assert room.due(461.0) == [back.ticket]
+    assert room.impatient == 0
+
+
+def test_who_finds_its_state_or_lost_little_of_it_never_waits() -> None:
+    assert away_for(seats(), 1.0, absent=0) == ENTER
+    assert away_for(seats(), 1.0, absent=8_000) == ENTER
+
+
+def test_who_comes_back_and_hangs_up_leaves_the_line() -> None:
+    room = seats()
+    back = away_for(room, 1.0, absent=60_000)
+    assert isinstance(back, Wait)
+    room.leave(back.ticket)
+    assert room.waiting == 0 and room.due(900.0) == []
 
 
 def test_patience_ends_and_is_counted() -> None:
@@ -314,7 +370,7 @@ def test_without_a_word_on_memory_there_is_no_limit() -> None:
     assert all(isinstance(answer, Enter) for answer in answers)
 
 
-@pytest.mark.parametrize("field", ["share", "idle_s", "patience_s"])
+@pytest.mark.parametrize("field", ["share", "idle_s", "return_s", "patience_s"])
 def test_a_setting_out_of_range_is_named(field: str) -> None:
     with pytest.raises(InvalidInput, match=field):
         SeatSettings(**{field: 0.0})
@@ -381,9 +437,12 @@ class SeatsPlay(RuleBasedStateMachine):
         assert self.room.waiting == len(self.waiting)
 
     def teardown(self) -> None:
-        self.now += 10 * RULES.patience_s
-        tickets = self.room.due(self.now)
-        assert tickets == self.order, "nobody waits for ever"
+        for ticket in list(self.order):
+            if ticket in self.order:
+                self.now += RULES.patience_s
+                for found in self.room.due(self.now):
+                    assert self.order.pop(0) == found, "first come, first served"
+            assert ticket not in self.order, "nobody waits for ever"
 
 
 SeatsPlay.TestCase.settings = settings(
@@ -425,9 +484,9 @@ class IdlePlay(RuleBasedStateMachine):
     def let_in(self) -> None:
         free = len(self.nobodys())
         for ticket in self.room.due(self.now):
-            name, tokens, until_s = self.line[ticket]
+            name, tokens, _ = self.line[ticket]
             before = [other for other in self.line if other < ticket]
-            if before and until_s > self.now:
+            if before:
                 assert not any(self.fits(self.line[other][1]) for other in before), "not the first"
             del self.line[ticket]
             self.begin(name, tokens)
@@ -442,7 +501,8 @@ class IdlePlay(RuleBasedStateMachine):
             self.begin(name, tokens)
         else:
             assert self.line or not fits, "it waits beside a worker that does nothing"
-            self.line[answer.ticket] = name, tokens, self.now + 45.0
+            until_s = self.now + 45.0 * (len(self.line) + 1)
+            self.line[answer.ticket] = name, tokens, until_s
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), is_over=st.booleans())
@@ -458,11 +518,17 @@ class IdlePlay(RuleBasedStateMachine):
 
     @rule(passed_s=st.floats(0.0, 100.0))
     def time_passes(self, passed_s: float) -> None:
-        self.now += passed_s
+        end_s = self.now + passed_s
+        while (due_s := self.room.next_due_s()) is not None and due_s <= end_s:
+            self.now = max(due_s, self.now)
+            self.let_in()
+            if self.room.next_due_s() == due_s:
+                break  # a seat that goes cold lets nobody in
+        self.now = end_s
         self.let_in()
 
     @invariant()
-    def nobody_who_fits_an_idle_worker_waits_and_nobody_beyond_the_patience(self) -> None:
+    def nobody_who_fits_an_idle_worker_waits_and_nobody_beyond_his_place_in_line(self) -> None:
         self.room.check()
         for _, tokens, until_s in self.line.values():
             assert until_s > self.now

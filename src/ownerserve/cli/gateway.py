@@ -276,9 +276,10 @@ def _policies() -> str:
     "--seats",
     type=Finite(min=0, min_open=True),
     metavar="SHARE",
-    help="Hold a new session's first turn, 45 s at most, while the sessions at work fill this share"
-    " of the workers' memory for state (0.9, where more come than fit). Nobody waits beside a"
-    " worker that runs nothing, has room and is no session's. Default: all are let in.",
+    help="Hold a new session's first turn, and one whose state is gone, while the sessions at work"
+    " fill this share of the workers' memory for state (1.0, where more come than fit). Nobody"
+    " waits beside a worker that runs nothing, has room and is no session's."
+    " Default: all are let in.",
 )
 @queue_options
 @click.option(

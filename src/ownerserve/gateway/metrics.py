@@ -111,6 +111,12 @@ class GatewayCollector(Collector):
                 one.reason is WaitReason.SEAT for one in self._gateway.turns.admission.waiting()
             ),
         )
+        seats = self._gateway.turns.admission.seats
+        yield GaugeMetricFamily(
+            _P + "seat_stay_seconds",
+            "How long an idle session keeps its seat now (0: no seats).",
+            value=0.0 if seats is None else seats.stay.seconds,
+        )
         door = self._gateway.door
         yield GaugeMetricFamily(
             _P + "clients", "Clients that are connected.", value=len(self._gateway.clients)

@@ -78,6 +78,7 @@ from ownerserve.router.entry.terms import (
     TurnAwayReason,
     TurnWait,
     WaitReason,
+    refilled_ms,
 )
 from ownerserve.router.messages import (
     Aborted,
@@ -566,6 +567,9 @@ class Turns:
         usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
         known = self.session_of(dispatch)
         came = what_came(begun.stamp, usage, 0 if known is None else known.prompt_tokens)
+        if usage is not None:
+            lost_ms = refilled_ms(usage, known, dispatch.decision.worker)
+            self.admission.answered(now - started_s - begun.first_byte_s, lost_ms / 1000.0)
         done = Done(dispatch.receipt, told, alias, prompt=asked.prompt)
         wanted = self.state.handle(done, now)
         if alias is not None and self.homes is not None:

@@ -17,9 +17,11 @@ that one keeps place and patience. A worker takes one at a time. (To displace th
 sessions too, in agents' tool gaps, is no seats at all: it was tried, see docs/routing.md.)
 While no worker is up nobody waits either, to be refused at once; nothing is promised then.
 
-A session is inside while a turn of it runs and for `idle_s` after; an idle one that comes back
-later finds its state gone or not, and is let in either way: it was promised service. Where the
-memory of one worker is not known there is no limit.
+A session is inside while a turn of it runs and for a stay after, `idle_s` at most, which follows
+from what the fleet does (entry/stay.py). One that comes back later and finds its state where it was
+goes on; if some long part of it is gone from every tier, it takes memory like a new one: it waits
+for room, before all new ones, `return_s` at most. Where the memory of one worker is not known there
+is no limit.
 
 Who waits stands in a fair line (entry/fair.py): in the order of arrival where there is one tenant.
 
@@ -29,6 +31,7 @@ Owns who is inside and who waits. Pure: time comes as `now_s`, tokens are the ro
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import takewhile
 from math import inf
 from typing import TypeAlias
 
@@ -37,6 +40,7 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.entry.fair import FairLine, InLine, Ticket
+from ownerserve.router.entry.stay import IdleStay
 from ownerserve.router.entry.terms import (
     ENTER,
     NO_TERMS,
@@ -48,27 +52,34 @@ from ownerserve.router.entry.terms import (
     WaitReason,
 )
 from ownerserve.router.fleet import Fleet, room_tokens
+from ownerserve.router.settings import DEFAULTS
 from ownerserve.router.worker import Worker, WorkerRole
 
 PROMISES_MAX = 1 << 17
 """Sessions that are remembered as let in once; of more, those unseen for longest are forgotten."""
 
 
+STAY_EVERY_S = 20.0
+"""So often the stay is decided anew."""
+
+
 class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """share            of the fleet's memory for state, in tokens, that sessions inside may fill
     growth_tokens       by how much a new session is expected to grow beyond its first prompt
-    idle_s              an idle session's seat is free after this
-    patience_s          a session is let in after this, room or not: below the 60 s after which
-                        proxies and load balancers (nginx, cloud ones) give up on a silent server
+    idle_s              an idle session's seat is free after this, or earlier (entry/stay.py)
+    return_s            a session that was inside before waits for room so long at most
+    patience_s          the first in line is let in, room or not, so long after it came and the one
+                        before it was let in: behind N others one waits (N + 1) times this at most
     """
 
-    share: float = 0.9
+    share: float = 1.0
     growth_tokens: int = 40_000
     idle_s: float = 300.0
-    patience_s: float = 45.0
+    return_s: float = 300.0
+    patience_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        for field in ("share", "idle_s", "patience_s"):
+        for field in ("share", "idle_s", "return_s", "patience_s"):
             if getattr(self, field) <= 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")
 
@@ -95,6 +106,14 @@ class _Inside(msgspec.Struct, gc=False):
     """Whether a turn of it has ended well."""
 
 
+class _Back(msgspec.Struct, frozen=True, gc=False):
+    """A session that was inside before is back since `came_s`, with a prompt of `tokens`."""
+
+    session: SessionId
+    tokens: int
+    came_s: float
+
+
 class SessionAdmission:
     """The admission decides for one router which sessions run: `ask` is called before every turn of
     a session, `ended` after it."""
@@ -105,9 +124,17 @@ class SessionAdmission:
         """Sessions that were let in without room."""
         self._fleet = fleet
         self._inside: OrderedDict[SessionId, _Inside] = OrderedDict()  # least recently seen first
-        self._promised: OrderedDict[SessionId, None] = OrderedDict()  # ever let in, not over
+        self.stay = IdleStay(self.settings.idle_s)
+        self._promised: OrderedDict[SessionId, float | None] = OrderedDict()
+        """Who was ever let in and is not over, and since when no turn of it runs (s)."""
         self._held_tokens = self._context_tokens = 0
         self._waiting = FairLine()
+        self._let_in_s = -inf
+        """When the first in line was let in last."""
+        self._back: OrderedDict[Ticket, _Back] = OrderedDict()
+        """Who was inside before and waits for room for a state that is gone, in order."""
+        self._looked_s = -inf
+        """When the stay was last decided."""
         self._came: OrderedDict[Ticket, float] = OrderedDict()
         """When those who wait came (s), the first of them first."""
         self._may_follow = False
@@ -117,7 +144,7 @@ class SessionAdmission:
     @property
     def waiting(self) -> int:
         """How many turns wait for a seat."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._back)
 
     def ask(
         self,
@@ -129,21 +156,27 @@ class SessionAdmission:
         tenant: str = "",
         terms: TenantTerms = NO_TERMS,
         session_class: SessionClass = SessionClass.NEW,
+        absent_tokens: int = 0,
     ) -> Answer:
         """Decide whether a turn of `tokens` prompt tokens enters or waits; `parent` is the session
         whose sub-agent or fork this one is. Those who wait are served by weight over their tenants
-        and classes, and in the order of arrival within."""
+        and classes, and in the order of arrival within. `absent_tokens` of what the session had
+        computed lie in no tier any more."""
+        self._note_return(session, tokens, now_s)
+        self._expire(now_s)
         if self._is_promised(session, parent):
+            is_long = absent_tokens >= DEFAULTS.long_tokens and self._inside.get(session) is None
+            if is_long and parent not in self._inside and not self._takes_back(tokens):
+                self._back[ticket := self._ticket()] = _Back(session, tokens, now_s)
+                return Wait(ticket, WaitReason.STATE)
             self._enter(session, tokens, now_s=now_s, growth=0)
             return ENTER
         if not self._fleet.up:
             return ENTER
-        self._expire(now_s)
-        if (not self._waiting and self._has_seat(tokens)) or self._has_idle(tokens):
+        if (not self.waiting and self._has_seat(tokens)) or self._has_idle(tokens):
             self._enter(session, tokens, now_s=now_s, growth=self.settings.growth_tokens)
             return ENTER
-        self._issued += 1
-        ticket = Ticket(self._issued)
+        ticket = self._ticket()
         turn = EnteringTurn(
             session=session,
             prompt_tokens=tokens,
@@ -167,6 +200,8 @@ class SessionAdmission:
         known.live -= 1
         known.seen_s = now_s
         known.is_served = known.is_served or tokens > 0
+        if not known.live and session in self._promised:
+            self._promised[session] = now_s
         self._count(known, tokens, growth=0)
         self._inside.move_to_end(session)
 
@@ -185,24 +220,30 @@ class SessionAdmission:
     def leave(self, ticket: Ticket) -> None:
         """Take the ticket of a client that hung up out of the line; one that no longer waits is no
         error."""
+        if self._back.pop(ticket, None) is not None:
+            return
         self._waiting.leave(ticket)
         self._came.pop(ticket, None)
 
     def place(self, ticket: Ticket) -> LinePlace:
-        """Return where one stands who waits."""
+        """Return where one stands who waits: who was inside before stands in a line of its own."""
+        if ticket in self._back:
+            ahead = takewhile(lambda other: other != ticket, self._back)
+            return LinePlace(sum(1 for _ in ahead) + 1, len(self._back))
         return self._waiting.place(ticket)
 
     def places(self) -> dict[Ticket, LinePlace]:
         """Return where each stands who waits, the first of them first."""
-        return self._waiting.places()
+        back = {one: LinePlace(at, len(self._back)) for at, one in enumerate(self._back, 1)}
+        return back | self._waiting.places()
 
     def due(self, now_s: float) -> list[Ticket]:
         """Let in those whose turn it is, and return their tickets in the order of arrival; behind
         them those of their sessions' other turns, sub-agents and forks."""
-        if not self._waiting:
+        if not self.waiting:
             return []
         self._expire(now_s)
-        found: list[Ticket] = []
+        found = self._taken_back(now_s)
         if not self._fleet.up:
             found += (one.ticket for one in self._waiting.in_order())
             for ticket in found:
@@ -210,15 +251,17 @@ class SessionAdmission:
             return found
         idle, beside, passed = self._idle(), self._beside_tokens(), 0
         for one in self._waiting.in_order():
-            if passed and not idle and not self._is_impatient(now_s):
+            if passed and not idle:
                 break
             session, prompt = one.turn.session, one.turn.prompt_tokens
-            has_room = not passed and self._has_seat(prompt)
+            has_room = not passed and not self._back and self._has_seat(prompt)
             has_room = has_room or _take(idle, prompt, beside)
-            if not has_room and now_s < self._came[one.ticket] + self.settings.patience_s:
+            if not has_room and not self._is_impatient(now_s, one.ticket):
                 passed += 1
                 continue
             self.impatient += not has_room
+            if not passed:
+                self._let_in_s = now_s
             self._sit_down(one)
             assert session is not None
             self._enter(session, prompt, now_s=now_s, growth=self.settings.growth_tokens)
@@ -226,10 +269,44 @@ class SessionAdmission:
             found.append(one.ticket)
         return found + self._following(now_s)
 
-    def _is_impatient(self, now_s: float) -> bool:
-        """Return whether the patience of somebody who waits is over."""
-        first_s = next(iter(self._came.values()), inf)
-        return now_s >= first_s + self.settings.patience_s
+    def _ticket(self) -> Ticket:
+        self._issued += 1
+        return Ticket(self._issued)
+
+    def _note_return(self, session: SessionId, tokens: int, now_s: float) -> None:
+        """Tell the stay of a session that was away and is here again."""
+        left_s = self._promised.get(session)
+        if left_s is not None and self._fleet.up:
+            self._promised[session] = None
+            refill_ms = [worker.speed.prefill.ms(tokens, 0) for worker in self._fleet.up]
+            self.stay.came_back(now_s - left_s, tokens, sum(refill_ms) / len(refill_ms) / 1000.0)
+
+    def _takes_back(self, prompt: int) -> bool:
+        """Return whether there is room for the state of a session that was inside before."""
+        capacity = self._capacity_tokens()
+        if not self._inside or capacity is None or self._held_tokens + prompt <= capacity:
+            return True
+        return _take(self._idle(), prompt, self._beside_tokens())
+
+    def _taken_back(self, now_s: float) -> list[Ticket]:
+        """Let in the first that was inside before and has room, or waits for too long, and all who
+        need none any more; return their tickets."""
+        found = []
+        for ticket, one in list(self._back.items()):
+            is_inside = one.session in self._inside or not self._fleet.up
+            if not is_inside and found:
+                continue
+            is_late = now_s >= one.came_s + self.settings.return_s
+            if is_inside or self._takes_back(one.tokens) or is_late:
+                del self._back[ticket]
+                self._enter(one.session, one.tokens, now_s=now_s, growth=0)
+                found.append(ticket)
+        return found
+
+    def _is_impatient(self, now_s: float, ticket: Ticket) -> bool:
+        """Return whether the one is first in line for longer than may be."""
+        since_s = max(self._came[ticket], self._let_in_s)
+        return now_s >= since_s + self.settings.patience_s
 
     def _sit_down(self, one: InLine) -> None:
         self._waiting.pop(one.ticket)
@@ -255,12 +332,19 @@ class SessionAdmission:
     def next_due_s(self) -> float | None:
         """Return when time alone may let somebody in, as a seat goes cold or patience ends; None
         when nobody waits or no time is set."""
-        if not self._waiting:
+        if not self.waiting:
             return None
-        until_s = next(iter(self._came.values())) + self.settings.patience_s
+        until_s = inf
+        for one in self._waiting.in_order():
+            since_s = max(self._came[one.ticket], self._let_in_s)
+            until_s = since_s + self.settings.patience_s
+            break
+        for back in self._back.values():
+            until_s = min(until_s, back.came_s + self.settings.return_s)
+            break
         for known in self._inside.values():
             if not known.live:
-                return min(until_s, known.seen_s + self.settings.idle_s)
+                return min(until_s, known.seen_s + self.stay.seconds)
         return until_s if until_s < inf else None
 
     def _enter(self, session: SessionId, prompt: int, *, now_s: float, growth: int) -> None:
@@ -340,7 +424,8 @@ class SessionAdmission:
 
     def _expire(self, now_s: float) -> None:
         """Free the seats of sessions that were away for too long."""
-        before_s = now_s - self.settings.idle_s
+        self._decide_stay(now_s)
+        before_s = now_s - self.stay.seconds
         while self._inside:
             session, known = next(iter(self._inside.items()))
             if known.seen_s > before_s:
@@ -350,6 +435,22 @@ class SessionAdmission:
                 self._inside.move_to_end(session)
             else:
                 self._stand_up(session)
+
+    def _decide_stay(self, now_s: float) -> None:
+        """Decide anew how long an idle session keeps its seat, if that was not done lately; where a
+        worker does not say how busy its engine is, it is as long as may be."""
+        since_s = now_s - self._looked_s
+        if since_s < STAY_EVERY_S:
+            return
+        self._looked_s = now_s
+        workers, capacity = self._fleet.up, self._capacity_tokens()
+        shares = [worker.load.busy_share for worker in workers]
+        busy = [share for share in shares if share is not None]
+        if capacity is None or not workers or len(busy) < len(workers):
+            self.stay.decide(0.0, 0)
+        elif since_s < inf:
+            self.stay.ran(sum(busy) * since_s)
+            self.stay.decide(capacity, len(workers))
 
     def _stand_up(self, session: SessionId) -> None:
         """Free the session's seat; it stays promised, so that its next turn is let in at once."""

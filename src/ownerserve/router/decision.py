@@ -184,6 +184,8 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """The spec under which the state was computed: only workers of this digest can use `copies`."""
     known_tokens: int = 0
     """How much of the prompt was computed once, wherever it lies now."""
+    is_emptied: bool = False
+    """Whether its home has said that nothing of it is left on its device."""
     output_tokens: int = 0
     own_pending_tokens: int = 0
     """Prefill of the session's own other requests that its home has not begun to answer."""
@@ -212,6 +214,12 @@ class RoutingRequest(msgspec.Struct, frozen=True, gc=False, kw_only=True):
                 if count > tokens and _is_loaded(copy, count, worker.speed):
                     tokens = count
         return tokens
+
+    def lost_tokens(self, home: Worker) -> int:
+        """Return how many tokens of the prompt its home had once and would compute again, by the
+        home's own word; 0 where it has said nothing."""
+        held = self.reusable_on(home)
+        return self.known_tokens - held if held or self.is_emptied else 0
 
     def holders(self, fleet: EligibleWorkers) -> list[Worker]:
         """Return the workers of `fleet` that hold the beginning of the prompt, in whatever tier."""

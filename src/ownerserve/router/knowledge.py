@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import Epoch, Term
+from ownerserve.kv.messages import Epoch, Term, Tier
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.router.fleet import Fleet
 from ownerserve.router.messages import (
@@ -92,13 +92,15 @@ class Knowledge:
 
     def gone(self, event: Gone, now_s: float) -> Noted:
         """Note that a holder dropped its copy of a prefix."""
-        prefix = None
+        prefix = session = None
         if event.session is not None:
             session = self._sessions.get(self._sessions.resolve(event.session))
             prefix = None if session is None else session.prefix
         elif event.prefix_hash is not None:
             prefix = self._prefixes.get(event.prefix_hash)
         worker = None if event.unit is None else self._fleet.find(event.unit)
+        if session is not None and event.tier is Tier.DEVICE:
+            session.emptied = worker
         if prefix is not None and (event.unit is None or worker is not None):
             prefix.drop(worker, event.tier)
         return NOTED

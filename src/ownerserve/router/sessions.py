@@ -202,10 +202,10 @@ class RoutedSession:
     """
 
     __slots__ = (
-        "answered_by", "bytes_per_token", "epoch", "grant", "heading", "home", "home_life",
-        "idle_since_s", "is_forgotten", "left_at_s", "moved_at_s", "output_tokens", "owner",
-        "owner_life", "pending", "prefix", "prompt_tokens", "seen_at_s", "stem", "stem_tokens",
-        "turns",
+        "answered_by", "bytes_per_token", "emptied", "epoch", "grant", "heading", "home",
+        "home_life", "idle_since_s", "is_forgotten", "left_at_s", "moved_at_s", "output_tokens",
+        "owner", "owner_life", "pending", "prefix", "prompt_tokens", "seen_at_s", "stem",
+        "stem_tokens", "turns",
     )  # fmt: skip
 
     def __init__(self, now_s: float) -> None:
@@ -216,6 +216,8 @@ class RoutedSession:
         self.heading: Receipt | None = None
         self.answered_by = 0
         """The newest dispatch that a worker began to answer."""
+        self.emptied: Worker | None = None
+        """The worker that said last that nothing of the session is left on its device."""
         self.is_forgotten = False
         """Whether the table has let it go: it binds nobody any more."""
         self.epoch: Epoch | None = None
@@ -293,6 +295,7 @@ class RoutedSession:
         """Note a finished turn: the context that `worker` holds now, and the session's bytes a
         token from the `prompt_bytes` (0: not known) that its prompt took."""
         self.prompt_tokens = usage.prompt_tokens
+        self.emptied = None
         learnt = bytes_per_token(prompt_bytes, usage.prompt_tokens)
         if learnt is not None:
             self.bytes_per_token = learnt

@@ -152,6 +152,7 @@ def ask(
         copies=session.copies(),
         spec_digest="" if prefix is None else prefix.spec_digest,
         known_tokens=known_tokens,
+        is_emptied=home is not None and session.emptied is home,
         output_tokens=int(session.output_tokens) or limits.output_tokens,
         own_pending_tokens=0 if home is None else session.pending_at(home),
         idle_s=idle_s,

@@ -38,6 +38,7 @@ from ownerserve.router.entry.running import RunningLimit
 from ownerserve.router.entry.terms import (
     EnteringTurn,
     TenantTerms,
+    absent_tokens,
     class_of,
     expected_cost,
 )
@@ -152,6 +153,7 @@ class Entering:
             session=arrive.session,
             prompt_tokens=int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN),
             cost_tokens=self._cost(asked),
+            absent_tokens=absent_tokens(self._prompt_tokens(asked), self._known(asked)),
             parent=parent,
             tenant=asked.scope.tenant,
             terms=asked.terms,

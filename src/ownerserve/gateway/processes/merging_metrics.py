@@ -22,6 +22,7 @@ LARGEST = frozenset(
         _P + "discovered_workers",
         _P + "mode",
         _P + "process_life",
+        _P + "seat_stay_seconds",
         _P + "worker_busy_share",
         _P + "worker_extents",
         _P + "worker_queue_seconds",

@@ -223,6 +223,7 @@ class AdmissionQueue:
                 tenant=turn.tenant,
                 terms=turn.terms,
                 session_class=turn.session_class,
+                absent_tokens=turn.absent_tokens,
             )
             if isinstance(answer, Wait):
                 held.seat, held.reason = answer.ticket, answer.reason
@@ -247,6 +248,12 @@ class AdmissionQueue:
         if self.seats is not None and session is not None:
             self.seats.ended(session, tokens, now_s)
         self._ended(now_s)
+
+    def answered(self, answer_s: float, refilled_s: float) -> None:
+        """Note how long a turn's answer took from its first byte on, and how long an engine brought
+        back what its session had before."""
+        if self.seats is not None:
+            self.seats.stay.answered(answer_s, refilled_s)
 
     def ended_last(self, session: SessionId, now_s: float) -> None:
         """Note that a session's last turn is over: its seat is free."""

@@ -10,8 +10,10 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.decision import Label
+from ownerserve.router.requests.body import Usage
 from ownerserve.router.sessions import RoutedSession
 from ownerserve.router.settings import DEFAULTS
+from ownerserve.router.worker import Worker
 
 
 class SessionClass(Label):
@@ -86,6 +88,7 @@ class EnteringTurn(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     parent          the session whose sub-agent or fork this one is (`forked_from`)
     tenant          whose it is; equal ones share what the terms give
     model           only workers that serve it may take the turn; None: all do
+    absent_tokens   of what its session had computed, what no tier holds now, by what is known
     came_s          when it came
     deadline_s      when its client no longer waits for it to begin; infinite: it has not said
     """
@@ -98,6 +101,7 @@ class EnteringTurn(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     terms: TenantTerms = NO_TERMS
     session_class: SessionClass = SessionClass.NEW
     model: str | None = None
+    absent_tokens: int = 0
     came_s: float = 0.0
     deadline_s: float = inf
 
@@ -174,3 +178,21 @@ def expected_cost(prompt_tokens: int, session: RoutedSession | None) -> int:
         return max(prompt_tokens, 1) + DEFAULTS.output_tokens
     new_tokens = max(prompt_tokens - session.known_tokens, 1)
     return new_tokens + (int(session.output_tokens) or DEFAULTS.output_tokens)
+
+
+def absent_tokens(prompt_tokens: int, session: RoutedSession | None) -> int:
+    """Return how many tokens of the prompt its session had computed that no tier holds any more, by
+    what the router was told."""
+    if session is None:
+        return 0
+    held = max((copy.tokens for copy in session.copies()), default=0)
+    return max(min(session.known_tokens, prompt_tokens) - held, 0)
+
+
+def refilled_ms(usage: Usage, session: RoutedSession | None, worker: Worker) -> float:
+    """Return how long the worker's engine, at its speed, computed what earlier turns of the session
+    had left; `session` is as it was before this turn. What a fork shares was never its own."""
+    if session is None or not session.prompt_tokens or not usage.tells_cached:
+        return 0.0
+    again = min(session.known_tokens, usage.prompt_tokens) - usage.cached_tokens
+    return worker.speed.prefill.ms(again, usage.cached_tokens) if again > 0 else 0.0

@@ -67,6 +67,8 @@ class OwnerServe:
         home = request.home
         if home is None:
             return start(request, fleet, pricer=self._pricer, settings=self._settings)
+        if request.lost_tokens(home) >= self._settings.long_tokens:
+            return self._begin_anew(request, home, fleet)
         takes = partial(self._takes, request)
         pressure_ms = self.pressure_ms(request, home, fleet)
         state, target = STAYS_CALM
@@ -97,6 +99,20 @@ class OwnerServe:
         if best.worker is not home:
             reason = _CHEAPEST if target is None else _HOT_OWNER
         return take(best, reason, ranked=ranked, wanted=self._wish(request, home, target, best))
+
+    def _begin_anew(self, request: RoutingRequest, home: Worker, fleet: Candidates) -> Decision:
+        """Choose where a session goes whose home has lost a long part of its state: home would have
+        to displace as much as others, so it goes where that is cheapest."""
+        tokens = request.prompt_tokens + request.output_tokens
+        at_home = home.load.refill_share(tokens)
+        workers = [home]
+        for worker in few(request, fleet, count=self._settings.candidates):
+            share = worker.load.refill_share(tokens)
+            is_calmer = share is not None and at_home is not None and share <= at_home
+            if is_calmer or self._takes(request, worker):
+                workers.append(worker)
+        ranked = rank(request, workers, pricer=self._pricer, fleet=fleet)
+        return take(ranked[0], DispatchReason.CHEAPEST, ranked=ranked)
 
     def pressure_ms(self, request: RoutingRequest, worker: Worker, fleet: Candidates) -> float:
         """Return all that leaving can save, in ms: the queue, and what a larger batch than

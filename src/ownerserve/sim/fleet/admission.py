@@ -13,7 +13,13 @@ from functools import partial
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.admission import forked_from
 from ownerserve.router.entry.queue import AdmissionQueue
-from ownerserve.router.entry.terms import EnteringTurn, TurnedAway, class_of, expected_cost
+from ownerserve.router.entry.terms import (
+    EnteringTurn,
+    TurnedAway,
+    absent_tokens,
+    class_of,
+    expected_cost,
+)
 from ownerserve.router.sessions import SessionTable
 from ownerserve.sim.timeline.heap import Heap, TimedCall
 from ownerserve.sim.timeline.turns import SimTurn
@@ -72,6 +78,7 @@ class SimAdmissionQueue:
             session=turn.name,
             prompt_tokens=turn.prompt_tokens,
             cost_tokens=expected_cost(turn.prompt_tokens, known),
+            absent_tokens=absent_tokens(turn.prompt_tokens, known),
             parent=parent,
             session_class=class_of(
                 known, None if parent is None else self._sessions.get(parent), is_batch=False
@@ -80,6 +87,10 @@ class SimAdmissionQueue:
         )
         if self._queue.enter(entering, entrant, now_s=now) is not None:
             self._arm(now)
+
+    def answered(self, answer_s: float, refilled_s: float) -> None:
+        """Note how long an answer took, and its engine to bring back what was there before."""
+        self._queue.answered(answer_s, refilled_s)
 
     def ended(self, turn: SimTurn, now: float) -> None:
         """Note that a turn is over: its context is known, and perhaps there is room."""

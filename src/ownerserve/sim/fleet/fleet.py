@@ -22,6 +22,7 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Tier, UnservedReason
 from ownerserve.router.entry.queue import AdmissionQueue
+from ownerserve.router.entry.terms import refilled_ms
 from ownerserve.router.messages import (
     Answer,
     Arrive,
@@ -299,6 +300,9 @@ class SimFleet:
         self._left(live, now)
         self._accounts.served(live, now)
         usage = Usage(turn.prompt_tokens, turn.output_tokens, row.cached_tokens)
+        known = self.router.sessions.get(turn.name)
+        lost_ms = refilled_ms(usage, known, live.dispatch.decision.worker)
+        self.admission.answered(now - row.first_token_s, lost_ms / 1000.0)
         done = Done(live.dispatch.receipt, usage, status=gauge.status(live.worker, now))
         wanted = self.router.handle(done, now)
         source = None
