@@ -67,7 +67,9 @@ class Rig:
         assert answer.status_code == 200, answer.text
         told = answer.json()["choices"][0]["token_ids"]
         self.talks[name] += told + text(20, seed=len(self.talks[name]))
-        outcome = self.gateway.read(lambda: self.gateway.gateway.turns.observer.decisions[-1][3])
+        outcome = self.gateway.read(
+            lambda: self.gateway.gateway.turns.observer.decisions[-1].outcome
+        )
         assert isinstance(outcome, Dispatch)
         return Came(
             outcome.decision,
@@ -124,5 +126,21 @@ def test_a_turn_is_sent_for_what_lies_below_and_priced_as_its_worker_prices_it(
         assert loads, "three sessions on a device for two: some turns find theirs below"
         off = [max(mine, 0.1) / max(its, 0.1) for mine, its in loads]
         assert 1 / 3 < median(off) < 3, loads
+    finally:
+        rig.close()
+
+
+def test_a_real_workers_shares_reach_the_router(tmp_path: Path) -> None:
+    """Three sessions on a device for two: it has evicted, so taking more displaces somebody."""
+    rig = Rig(tmp_path / "store")
+    try:
+        for name in rig.talks:
+            rig.turn(name)
+        (worker,) = rig.gateway.gateway.state.fleet
+        until(lambda: rig.gateway.read(lambda: (worker.load.refill_share(0) or 0.0) > 0.0))
+        shares = rig.gateway.read(lambda: worker.load.refill_shares)
+        assert [one.tokens for one in shares] == sorted({one.tokens for one in shares})
+        busy = rig.gateway.read(lambda: worker.load.busy_share)
+        assert busy is not None and 0.0 < busy <= 1.0
     finally:
         rig.close()
