@@ -567,9 +567,10 @@ class Turns:
         usage = believed(told, dispatch.decision.worker.profile.sequence_tokens)
         known = self.session_of(dispatch)
         came = what_came(begun.stamp, usage, 0 if known is None else known.prompt_tokens)
-        if usage is not None:
+        seats = self.admission.seats
+        if seats is not None and usage is not None:
             lost_ms = refilled_ms(usage, known, dispatch.decision.worker)
-            self.admission.answered(now - started_s - begun.first_byte_s, lost_ms / 1000.0)
+            seats.stay.answered(now - started_s - begun.first_byte_s, lost_ms / 1000.0)
         done = Done(dispatch.receipt, told, alias, prompt=asked.prompt)
         wanted = self.state.handle(done, now)
         if alias is not None and self.homes is not None:

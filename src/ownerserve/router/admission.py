@@ -126,13 +126,13 @@ class SessionAdmission:
         self._inside: OrderedDict[SessionId, _Inside] = OrderedDict()  # least recently seen first
         self.stay = IdleStay(self.settings.idle_s)
         self._promised: OrderedDict[SessionId, float | None] = OrderedDict()
-        """Who was ever let in and is not over, and since when no turn of it runs (s)."""
+        """Sessions ever let in and not over, and since when no turn of each runs (s)."""
         self._held_tokens = self._context_tokens = 0
         self._waiting = FairLine()
         self._let_in_s = -inf
         """When the first in line was let in last."""
         self._back: OrderedDict[Ticket, _Back] = OrderedDict()
-        """Who was inside before and waits for room for a state that is gone, in order."""
+        """Turns of sessions that were inside, and wait for room for a state that is gone."""
         self._looked_s = -inf
         """When the stay was last decided."""
         self._came: OrderedDict[Ticket, float] = OrderedDict()
@@ -291,7 +291,7 @@ class SessionAdmission:
     def _taken_back(self, now_s: float) -> list[Ticket]:
         """Let in the first that was inside before and has room, or waits for too long, and all who
         need none any more; return their tickets."""
-        found = []
+        found: list[Ticket] = []
         for ticket, one in list(self._back.items()):
             is_inside = one.session in self._inside or not self._fleet.up
             if not is_inside and found:

@@ -249,12 +249,6 @@ class AdmissionQueue:
             self.seats.ended(session, tokens, now_s)
         self._ended(now_s)
 
-    def answered(self, answer_s: float, refilled_s: float) -> None:
-        """Note how long a turn's answer took from its first byte on, and how long an engine brought
-        back what its session had before."""
-        if self.seats is not None:
-            self.seats.stay.answered(answer_s, refilled_s)
-
     def ended_last(self, session: SessionId, now_s: float) -> None:
         """Note that a session's last turn is over: its seat is free."""
         if self.seats is not None:

@@ -90,7 +90,8 @@ class SimAdmissionQueue:
 
     def answered(self, answer_s: float, refilled_s: float) -> None:
         """Note how long an answer took, and its engine to bring back what was there before."""
-        self._queue.answered(answer_s, refilled_s)
+        if self._queue.seats is not None:
+            self._queue.seats.stay.answered(answer_s, refilled_s)
 
     def ended(self, turn: SimTurn, now: float) -> None:
         """Note that a turn is over: its context is known, and perhaps there is room."""
