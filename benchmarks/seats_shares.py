@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ownerserve.router.admission import SeatSettings
+from goal.contenders import fixed_seats
 from ownerserve.sim.run import simulate
 from ownerserve.sim.suites.base import Scale
 from ownerserve.sim.suites.fleet import OURS, agents
@@ -59,7 +59,7 @@ COLUMNS = ("tasks_per_gpu_hour", "turn_p95_s", "turn_mean_s", "first_turn_mean_s
 
 def measure(case: Case, trace: Trace, share: float | None, seed: int) -> dict[str, float]:
     """Return what one run did."""
-    seats = None if share is None else SeatSettings(share=share, patience_s=DAY_S)
+    seats = None if share is None else fixed_seats(share)
     setup = agents(
         OURS,
         Scale.FULL,

@@ -2,7 +2,8 @@
 
     ours                      what ships: the defaults of SimSetup and SeatSettings, seats on
     POLICY                    a router policy (router.policies) without seats; all get the same news
-    POLICY + seats SHARE      the same, sessions inside bounded to that share of memory
+    POLICY + seats SHARE      the same, sessions inside bounded to that share of memory: each for 300 s
+                              after its last turn, and for as long as it comes back
     CONTENDER, belady         the same, its evictors told when each conversation goes on
     pool GB/S                 all workers' host memory as one store behind least_load (Mooncake):
                               each reads it at so many GB/s; only where there is host memory
@@ -87,7 +88,7 @@ def setup_of(contender: str, case: Case, perturbation: int) -> SimSetup:
     """Return the fleet of a contender in a case. Raises InvalidInput for a name that is none."""
     name = contender.removesuffix(BELADY)
     policy, _, share = name.partition(SEATS)
-    seats = SeatSettings(share=float(share), patience_s=DAY_S) if share else None
+    seats = fixed_seats(float(share)) if share else None
     links, tiers = Links(), Tiers(host_bytes=case.host_bytes)
     if name in (OURS, BOUND):
         policy, seats = "ownerserve", SeatSettings()
@@ -112,6 +113,12 @@ def setup_of(contender: str, case: Case, perturbation: int) -> SimSetup:
     )
     setup = msgspec.structs.replace(setup, **PERTURBATIONS[perturbation])
     return infinite(setup) if contender == BOUND else setup
+
+
+def fixed_seats(share: float) -> SeatSettings:
+    """Return seats as a share by hand: no law sets how long they are kept, nobody waits twice."""
+    kept_s = SeatSettings().idle_s
+    return SeatSettings(share=share, idle_least_s=kept_s, return_s=0.001, patience_s=DAY_S)
 
 
 def _pace_factor(case: Case, perturbation: int) -> float:

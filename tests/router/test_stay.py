@@ -53,6 +53,14 @@ def test_idle_engines_shorten_it_and_busy_ones_do_not() -> None:
     assert busy.seconds == LONGEST_S
 
 
+def test_it_is_no_shorter_than_is_set() -> None:
+    bounded, fixed = (
+        seen(IdleStay(LONGEST_S, least_s=least_s), engine_s=0.5) for least_s in (60.0, LONGEST_S)
+    )
+    assert bounded.seconds == 60.0
+    assert fixed.seconds == LONGEST_S
+
+
 def test_more_memory_needs_no_shorter_one() -> None:
     """Where all fit, nothing is won by letting anybody go."""
     stay = seen(IdleStay(LONGEST_S), engine_s=0.5)

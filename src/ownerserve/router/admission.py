@@ -67,6 +67,7 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """share            of the fleet's memory for state, in tokens, that sessions inside may fill
     growth_tokens       by how much a new session is expected to grow beyond its first prompt
     idle_s              an idle session's seat is free after this, or earlier (entry/stay.py)
+    idle_least_s        but not before this; the same as `idle_s`: after that, whatever the fleet does
     return_s            a session that was inside before waits for room so long at most
     patience_s          the first in line is let in, room or not, so long after it came and the one
                         before it was let in: behind N others one waits (N + 1) times this at most
@@ -75,6 +76,7 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
     growth_tokens: int = 40_000
     idle_s: float = 300.0
+    idle_least_s: float = 0.0
     return_s: float = 300.0
     patience_s: float = 3600.0
 
@@ -124,7 +126,7 @@ class SessionAdmission:
         """Sessions that were let in without room."""
         self._fleet = fleet
         self._inside: OrderedDict[SessionId, _Inside] = OrderedDict()  # least recently seen first
-        self.stay = IdleStay(self.settings.idle_s)
+        self.stay = IdleStay(self.settings.idle_s, least_s=self.settings.idle_least_s)
         self._promised: OrderedDict[SessionId, float | None] = OrderedDict()
         """Sessions ever let in and not over, and since when no turn of each runs (s)."""
         self._held_tokens = self._context_tokens = 0

@@ -53,11 +53,11 @@ class Return(msgspec.Struct, frozen=True, gc=False, order=True):
 
 
 class IdleStay:
-    """The stay is `seconds`, `longest_s` at most and until enough was seen."""
+    """The stay is `seconds`, between `least_s` and `longest_s`, and that until enough was seen."""
 
-    def __init__(self, longest_s: float) -> None:
+    def __init__(self, longest_s: float, *, least_s: float = 0.0) -> None:
         self.seconds = longest_s
-        self._longest_s = longest_s
+        self._stays_s = [one for one in STAYS_S if least_s <= one < longest_s] + [longest_s]
         self._returns: deque[Return] = deque(maxlen=RETURNS_KEPT)
         self.refilled_s = 0.0
         """Engine s that went into bringing back what sessions had before; the past counts less."""
@@ -107,9 +107,9 @@ class IdleStay:
         """Set the stay by which most turns are foretold, for `memory_tokens` that seats may fill
         and so many `engines`."""
         if self._useful_s is None or len(self._returns) < RETURNS_LEAST or memory_tokens <= 0:
-            self.seconds = self._longest_s
+            self.seconds = self._stays_s[-1]
             return
-        stays = [stay_s for stay_s in STAYS_S if stay_s < self._longest_s] + [self._longest_s]
+        stays = self._stays_s
         rates = self._rates(stays, memory_tokens, engines)
         enough = (1.0 - LOSS) * max(rates)
         self.seconds = max(
