@@ -313,7 +313,7 @@ class Residency:
         """Look again for the sessions with records that end at `ends`, since these are gone from a
         tier."""
         for end in ends:
-            for session_id in self._by_end.get(end, ()):
+            for session_id in sorted(self._by_end.get(end, ())):  # the same whatever the hashes
                 self._look_at(session_id, now + CALM_S)
 
     def all_lost(self, now: float) -> None:
