@@ -33,7 +33,6 @@ from ownerserve.trace.read import read_trace
 
 SHARES = (0.8, 1.0, 1.25, 1.5, 2.0, None)
 """None: no seats."""
-DAY_S = 86_400.0
 
 
 class Case(NamedTuple):

@@ -2,8 +2,8 @@
 
     ours                      what ships: the defaults of SimSetup and SeatSettings, seats on
     POLICY                    a router policy (router.policies) without seats; all get the same news
-    POLICY + seats SHARE      the same, sessions inside bounded to that share of memory: each for 300 s
-                              after its last turn, and for as long as it comes back
+    POLICY + seats SHARE      the same, sessions inside bounded to that share of memory: each until
+                              300 s after its last turn, and let in at once when it is back
     CONTENDER, belady         the same, its evictors told when each conversation goes on
     pool GB/S                 all workers' host memory as one store behind least_load (Mooncake):
                               each reads it at so many GB/s; only where there is host memory
