@@ -67,7 +67,7 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """share            of the fleet's memory for state, in tokens, that sessions inside may fill
     growth_tokens       by how much a new session is expected to grow beyond its first prompt
     idle_s              an idle session's seat is free after this, or earlier (entry/stay.py)
-    idle_least_s        but not before this; as much as `idle_s`: after that, whatever the fleet does
+    idle_least_s        but not before this; as much as `idle_s`: after that and never earlier
     return_s            a session that was inside before waits for room so long at most
     patience_s          the first in line is let in, room or not, so long after it came and the one
                         before it was let in: behind N others one waits (N + 1) times this at most
