@@ -46,13 +46,15 @@ class Rig:
         head = await reader.readuntil(b"\r\n\r\n")
         self.asked.append(head.split(b" ", 2)[1])
         said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
-        await asyncio.sleep(self.held_s)
-        if said is not None:
-            status, body = said
-            head = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
-            writer.write(head + body)
-            await writer.drain()
-        writer.close()
+        try:
+            await asyncio.sleep(self.held_s)
+            if said is not None:
+                status, body = said
+                head = b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+                writer.write(head + body)
+                await writer.drain()
+        finally:  # a question that is held as the test ends, too
+            writer.close()
 
     def up(self, life: int) -> None:
         self.fleet.raise_up(WorkerUp(self.address.worker, 0, Incarnation(life)))
