@@ -34,7 +34,7 @@ RETURNS_LEAST = 100
 """After fewer returns nothing is foretold."""
 TURNS_LEAST = 100
 """An engine's time is shared out over at least so many turns."""
-LOSS = 0.02
+LOSS = 0.05
 """So much less work than the best stay's is as good: what is foretold is no truer."""
 FORGET = 0.2
 """Share of the last TURNS_LEAST turns in what is remembered."""
