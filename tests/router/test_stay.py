@@ -75,6 +75,13 @@ def test_it_is_longer_where_more_is_brought_back_than_was_foretold() -> None:
     assert foretold.seconds < worse.seconds
 
 
+def test_a_context_that_takes_much_of_a_worker_keeps_the_longest() -> None:
+    stay = seen(IdleStay(LONGEST_S), engine_s=0.5)
+    stay.came_back(3.0, 300_000, 20.0)
+    stay.decide(2_900_000.0, ENGINES)
+    assert stay.seconds == LONGEST_S
+
+
 def test_a_fleet_that_does_not_say_how_busy_it_is_keeps_the_longest() -> None:
     stay = seen(IdleStay(LONGEST_S), engine_s=0.5)
     assert stay.seconds < LONGEST_S

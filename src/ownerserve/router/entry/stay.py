@@ -14,8 +14,11 @@ waits g r / 2 (1 - r) (M/D/1); M: tokens of memory that seats may fill. k is wha
 over what the stays in force foretold: caches keep some sessions beyond their stay and lose others
 before. Both lines together are one quadratic equation in r.
 
-Owns what was seen. Pure; nothing here was fitted but RETURNS_KEPT, STAYS_S and LOSS
-(docs/evidence/admission.md).
+That is true of means over many sessions. One whose context takes a good part of an engine's memory
+displaces a device when it comes back, and takes minutes to compute: where such were seen lately the
+stay is the longest.
+
+Owns what was seen. Pure. On what its constants were fitted: docs/evidence/admission.md.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ RETURNS_LEAST = 100
 """After fewer returns nothing is foretold."""
 TURNS_LEAST = 100
 """An engine's time is shared out over at least so many turns."""
-LOSS = 0.05
+LOSS = 0.02
 """So much less work than the best stay's is as good: what is foretold is no truer."""
+SMALL = 1.0 / 3.0
+"""Of an engine's memory: where a context is larger nothing is foretold. Above means over many."""
 FORGET = 0.2
 """Share of the last TURNS_LEAST turns in what is remembered."""
 BIAS_MAX = 4.0
@@ -106,7 +111,7 @@ class IdleStay:
     def decide(self, memory_tokens: float, engines: int) -> None:
         """Set the stay by which most turns are foretold, for `memory_tokens` that seats may fill
         and so many `engines`."""
-        if self._useful_s is None or len(self._returns) < RETURNS_LEAST or memory_tokens <= 0:
+        if not self._can_foretell(memory_tokens, engines):
             self.seconds = self._stays_s[-1]
             return
         stays = self._stays_s
@@ -115,6 +120,12 @@ class IdleStay:
         self.seconds = max(
             stay_s for stay_s, rate in zip(stays, rates, strict=True) if rate >= enough
         )
+
+    def _can_foretell(self, memory_tokens: float, engines: int) -> bool:
+        """Return whether enough was seen, of contexts that are small beside an engine's memory."""
+        if self._useful_s is None or len(self._returns) < RETURNS_LEAST or not engines:
+            return False
+        return max(one.tokens for one in self._returns) <= SMALL * memory_tokens / engines
 
     def _rates(self, stays: Sequence[float], memory_tokens: float, engines: int) -> list[float]:
         """Return the turns a second that are foretold for each stay."""
