@@ -40,7 +40,7 @@ TURNS_LEAST = 100
 LOSS = 0.02
 """So much less work than the best stay's is as good: what is foretold is no truer."""
 SMALL = 1.0 / 3.0
-"""Of an engine's memory: where a context is larger nothing is foretold. Above means over many."""
+"""So much of an engine's memory a context takes at most: where one is larger nothing is foretold."""
 FORGET = 0.2
 """Share of the last TURNS_LEAST turns in what is remembered."""
 BIAS_MAX = 4.0
