@@ -40,7 +40,7 @@ TURNS_LEAST = 100
 LOSS = 0.02
 """So much less work than the best stay's is as good: what is foretold is no truer."""
 SMALL = 1.0 / 3.0
-"""So much of an engine's memory a context takes at most: where one is larger nothing is foretold."""
+"""So much of an engine's memory a context takes at most; with a larger one nothing is foretold."""
 FORGET = 0.2
 """Share of the last TURNS_LEAST turns in what is remembered."""
 BIAS_MAX = 4.0
