@@ -240,7 +240,7 @@ class GatewayCollector(Collector):
         )
         yield _counts(
             "releases",
-            "What owners answered when asked to hand a session over to where its turn was done.",
+            "Owners asked to hand a session over to where its turn was done; let_go: who let one go.",
             outcome=gateway.turns.releasing.counts,
         )
         yield _counts(
