@@ -240,7 +240,7 @@ class GatewayCollector(Collector):
         )
         yield _counts(
             "releases",
-            "Owners asked to hand a session over to where its turn was done; let_go: who let one go.",
+            "Owners asked to hand a session over to where its turn went; let_go: who let one go.",
             outcome=gateway.turns.releasing.counts,
         )
         yield _counts(
