@@ -6,7 +6,7 @@ import pytest
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.plan.cost.prices import Medium
-from ownerserve.sim.timeline.media import Pipe, duplex, in_series, through
+from ownerserve.sim.timeline.media import Pipe, duplex, in_series
 
 LINK = Medium(2.0, 1000.0)  # 2 ms, then 1 MB/s
 
@@ -57,13 +57,6 @@ def test_a_cut_medium_begins_nothing() -> None:
 def test_both_directions_of_a_link_are_their_own() -> None:
     link = duplex("nic", LINK)
     assert link.out.take(5000, 0.0) == link.back.take(5000, 0.0)
-
-
-def test_a_stream_over_two_media_takes_as_long_as_the_slower() -> None:
-    fast, slow = Pipe("fast", Medium(0.0, 4000.0)), Pipe("slow", LINK)
-    assert through((fast, slow), 4000, 0.0) == pytest.approx(0.006)
-    assert fast.moved_bytes == slow.moved_bytes == 4000
-    assert through((), 4000, 3.0) == 3.0
 
 
 def test_one_load_after_another_adds_up() -> None:

@@ -151,7 +151,8 @@ def test_a_crash_in_the_middle_of_a_copy_leaves_nothing(drivers: list[SimNodeDri
 
 
 def test_a_remote_tier_is_one_for_all_workers(drivers: list[SimNodeDriver]) -> None:
-    heap, shared = Heap(), remote()
+    heap = Heap()
+    shared = remote(heap)
     one = driver_of(drivers, host(), shared, heap=heap)
     two = driver_of(drivers, host(), shared, heap=heap)
     ids = one.fresh(LONG)
@@ -292,8 +293,9 @@ def test_the_grid_follows_the_block() -> None:
 
 
 def test_three_tiers_all_have_a_copy_and_the_nearest_is_read(drivers: list[SimNodeDriver]) -> None:
-    memory, drive, shared = host(), disk(), remote()
-    driver = driver_of(drivers, memory, drive, shared)
+    heap = Heap()
+    memory, drive, shared = host(), disk(), remote(heap)
+    driver = driver_of(drivers, memory, drive, shared, heap=heap)
     ids = driver.fresh(LONG)
     driver.turn("a", ids)
     driver.rest()

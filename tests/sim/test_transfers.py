@@ -8,7 +8,7 @@ from ownerserve.kv.prefix import pack
 from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.timeline.heap import Heap
-from ownerserve.sim.timeline.media import duplex
+from ownerserve.sim.timeline.links import linked
 from ownerserve.sim.worker.transfers import TransferOutcome, TransferResult, Transfers
 from ownerserve.sim.worker.worker import Machine, SimWorker
 from tests.support.sim.engine_driver import U, bare_node, make_engine, own_ids, turn
@@ -31,7 +31,7 @@ class Pair:
             engine = make_engine(blocks=blocks)
             return Machine(engine.cache, engine, bare_node(engine.cache, worker))
 
-        nic = duplex(f"nic{index}", Medium(1.0, 64.0))
+        nic = linked(f"nic{index}", Medium(1.0, 64.0), self.heap)
         return SimWorker(index, self.heap, machine, nic=nic, unit_tokens=U, listener=self)
 
     def began(self, sequence: SimSequence, now: float) -> None: ...
@@ -94,14 +94,15 @@ def test_only_what_is_missing_is_sent_and_nothing_twice(pair: Pair) -> None:
     assert pair.transfers.count == 1 and pair.transfers.bytes == 4 * 64
 
 
-def test_two_share_a_nic_in_order(pair: Pair) -> None:
+def test_two_share_a_nic_fairly(pair: Pair) -> None:
+    """9 units each at half the rate: both are there when all 18 have gone over it."""
     pair.compute(0, 2, 40)
     pair.heap.run()
     start_s = pair.heap.now
     pair.bring(1, 10)
     pair.bring(2, 10)
     pair.heap.run()
-    assert [when_s - start_s for when_s, _ in pair.heard] == pytest.approx([10 * MS, 19 * MS])
+    assert [when_s - start_s for when_s, _ in pair.heard] == pytest.approx([19 * MS, 19 * MS])
 
 
 def test_without_room_it_waits_for_a_turn_to_end() -> None:
@@ -140,6 +141,19 @@ def test_a_cut_link_makes_it_late_and_its_room_is_free_again(pair: Pair) -> None
     [(when_s, brought)] = pair.heard
     assert brought.landing is TransferOutcome.LATE and when_s == pytest.approx(2.0)
     assert pair.workers[1].cache.occupancy.blocks.free == free
+    pair.check()
+
+
+def test_what_is_late_was_sent_in_part_and_leaves_the_link_to_others() -> None:
+    pair = Pair(timeout_s=5 * MS)
+    pair.compute(0, 1, 40)
+    pair.heap.run()
+    pair.bring(1, 10)
+    pair.heap.run()
+    [(_, brought)] = pair.heard
+    assert (brought.landing, brought.bytes) == (TransferOutcome.LATE, 5 * 64)
+    assert pair.transfers.bytes == pair.workers[0].nic.out.moved_bytes == 5 * 64
+    assert not pair.workers[1].nic.back.streams
     pair.check()
 
 

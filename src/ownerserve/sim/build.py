@@ -41,7 +41,7 @@ from ownerserve.sim.storage.layout import slots_for, unit_model
 from ownerserve.sim.storage.nodeport import SimNode
 from ownerserve.sim.storage.nodes import NodeMaker
 from ownerserve.sim.timeline.heap import Heap
-from ownerserve.sim.timeline.media import Pipe, duplex
+from ownerserve.sim.timeline.links import Link, linked
 from ownerserve.sim.worker.transfers import Transfers
 from ownerserve.sim.worker.worker import Machine, SimWorker
 from ownerserve.sim.workload import WorkloadDriver
@@ -130,12 +130,12 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
         if knows.next_use:
             order = partial(NextUse, fleet.foresight.next_s)
             parts = msgspec.structs.replace(parts, order=order)
-    nodes = NodeMaker(setup, pace, model)
+    nodes = NodeMaker(setup, pace, model, heap=heap)
     if setup.seats is not None or setup.queue.running_max is not None:
         fleet.admission = SimAdmissionQueue(heap, _queue(setup, router), router.sessions)
     make = _machines(setup, pace, nodes, parts)
     for index in range(setup.workers):
-        nic = duplex(f"w{index} nic", _medium(setup.links.nic_gb_s, setup.links.nic_ms))
+        nic = linked(f"w{index} nic", _medium(setup.links.nic_gb_s, setup.links.nic_ms), heap)
         worker = SimWorker(
             index, heap, make, nic=nic, unit_tokens=workload.block_tokens, listener=fleet
         )
@@ -172,7 +172,8 @@ def _policy(setup: SimSetup, settings: Settings, parts: BaselineParts) -> Routin
 
 
 def _transfers(links: Links, heap: Heap, timeout_s: float) -> Transfers:
-    switch = Pipe("switch", _medium(links.switch_gb_s, 0.0)) if links.switch_gb_s else None
+    gb_s = links.switch_gb_s
+    switch = Link("switch", _medium(gb_s, 0.0), heap) if gb_s else None
     return Transfers(heap, timeout_s=timeout_s, switch=switch)
 
 

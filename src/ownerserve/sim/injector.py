@@ -15,6 +15,7 @@ from ownerserve.sim.config.faults import Fault, FaultKind
 from ownerserve.sim.fleet.fleet import SimFleet
 from ownerserve.sim.storage.tier import SimTier
 from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.media import Pipe
 
 
 class Injector:
@@ -69,6 +70,6 @@ class Injector:
 
     def _set_speed(self, worker: int) -> None:
         disk = self._disks[worker]
-        factor = max(self._slow[worker], default=1.0)
-        disk.reads.slow(factor)
-        disk.writes.slow(factor)
+        for way in (disk.reads, disk.writes):
+            if isinstance(way, Pipe):  # as every drive's is
+                way.slow(max(self._slow[worker], default=1.0))

@@ -25,6 +25,7 @@ from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.storage.nodeport import SimNode
 from ownerserve.sim.storage.store import SimStore
 from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.links import linked
 from ownerserve.sim.timeline.media import duplex
 from ownerserve.sim.timeline.turns import SimTurn
 from ownerserve.sim.worker.worker import Machine, SimWorker
@@ -167,7 +168,7 @@ class WorkerDriver:
             engine = make()
             return Machine(engine.cache, engine, bare_node(engine.cache, worker))
 
-        nic = duplex("nic", Medium(1.0, 1000.0))
+        nic = linked("nic", Medium(1.0, 1000.0), self.heap)
         self.worker = SimWorker(0, self.heap, machine, nic=nic, unit_tokens=U, listener=self)
 
     def began(self, sequence: SimSequence, now: float) -> None:

@@ -24,6 +24,7 @@ from ownerserve.sim.storage.nodeport import SimNode, make_node, unit_settings
 from ownerserve.sim.storage.store import SimStore
 from ownerserve.sim.storage.tier import SimTier, TierPlan
 from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.links import linked
 from ownerserve.sim.timeline.media import duplex
 from ownerserve.store.tiers.placement import Placement
 from ownerserve.store.tiers.policy import split
@@ -53,9 +54,10 @@ def disk(size_bytes: int = 512 * GIB, budget: tuple[float, float] | None = None)
     )
 
 
-def remote(size_bytes: int = 4096 * GIB) -> SimTier:
+def remote(heap: Heap, size_bytes: int = 4096 * GIB) -> SimTier:
     medium = Medium(8.0, 2e6)
-    return SimTier(TierPlan(tier=Tier.REMOTE, limits=split(size_bytes), read=medium, write=medium))
+    plan = TierPlan(tier=Tier.REMOTE, limits=split(size_bytes), read=medium, write=medium)
+    return SimTier(plan, heap=heap)
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -82,7 +84,8 @@ class SimNodeDriver:
         self.heap = heap or Heap()
         self.model: UnitModel = unit_model(geometry_of(config), U)
         self.block = self.model.layout.block_tokens
-        self.store = SimStore(tiers, placement=placement, nic=duplex("nic", Medium(0.05, 12e6)))
+        nic = linked("nic", Medium(0.05, 12e6), self.heap)
+        self.store = SimStore(tiers, placement=placement, nic=nic)
         self.hbm_bytes = hbm_bytes
         self.started: dict[TurnId, float] = {}
         self._turns = 0

@@ -64,7 +64,7 @@ from ownerserve.sim.storage.layout import UnitModel, unit_defaults, unit_policy
 from ownerserve.sim.storage.store import AlreadyKept, PendingRead, Room, SimStore, TierCopy
 from ownerserve.sim.storage.stored import LostRecords, held_units, located
 from ownerserve.sim.storage.unit_names import UnitNames
-from ownerserve.sim.timeline.media import Duplex, in_series
+from ownerserve.sim.timeline.media import Duplex, Pipe, in_series
 from ownerserve.store.format.model import MissReason
 
 TICK_S = 0.01
@@ -97,7 +97,7 @@ def make_node(
     prefill: Coefficients,
     *,
     store: SimStore,
-    pcie: Duplex,
+    pcie: Duplex[Pipe],
     settings: NodeSettings | None = None,
     policy: str = "turn-end",
     abilities: Abilities = FULL_ABILITIES,
@@ -136,7 +136,7 @@ class SimNode:
         self,
         state: NodeState,
         store: SimStore,
-        pcie: Duplex,
+        pcie: Duplex[Pipe],
         *,
         at: At,
         started: Started,
@@ -304,7 +304,7 @@ class SimNode:
             when_s = max(now, fetch.deadline_s) if late else now + self.store.lookup_s
             self._at(when_s, partial(self._missed, NotFetched(fetch.operation_id, reason, id_)))
             return
-        self._at(reading.done_s, partial(self._read, fetch, reading))
+        reading.coming.then(self._at, partial(self._read, fetch, reading), now)
         self._start_moves(now)
 
     def _missed(self, answer: NotFetched, now: float) -> None:
@@ -355,7 +355,8 @@ class SimNode:
             else:
                 answers.append(NotKept(copy.operation_id))
         if rooms:
-            self._at(self.store.write(rooms, now), partial(self._written, rooms, written))
+            kept = partial(self._written, rooms, written)
+            self.store.write(rooms, now).then(self._at, kept, now)
         self._answer(answers, now)
 
     def _written(
@@ -375,8 +376,8 @@ class SimNode:
     def _start_moves(self, now: float) -> None:
         started = self.store.start_moves(now)
         if started is not None:
-            done_s, moves = started
-            self._at(done_s, partial(self._moved, moves))
+            coming, moves = started
+            coming.then(self._at, partial(self._moved, moves), now)
 
     def _moved(self, moves: Sequence[TierCopy], now: float) -> None:
         if self.is_alive:

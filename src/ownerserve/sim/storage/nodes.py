@@ -18,6 +18,7 @@ from ownerserve.sim.storage.layout import UnitModel
 from ownerserve.sim.storage.nodeport import SimNode, make_node
 from ownerserve.sim.storage.store import SimStore
 from ownerserve.sim.storage.tier import SimTier, TierPlan
+from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.timeline.media import duplex
 from ownerserve.sim.worker.worker import SimWorker
 from ownerserve.store.tiers.policy import split
@@ -29,7 +30,7 @@ BURST_S = 3600.0
 class NodeMaker:
     """The maker makes the nodes for the workers of one fleet."""
 
-    def __init__(self, setup: SimSetup, pace: Pace, model: UnitModel) -> None:
+    def __init__(self, setup: SimSetup, pace: Pace, model: UnitModel, *, heap: Heap) -> None:
         self.disks: dict[int, SimTier] = {}
         self._files: dict[int, dict[SessionId, Tip]] = {}
         self._setup = setup
@@ -42,7 +43,7 @@ class NodeMaker:
             plan = TierPlan(
                 tier=Tier.REMOTE, limits=split(tiers.remote_bytes), read=medium, write=medium
             )
-            self._remote = SimTier(plan, "remote")
+            self._remote = SimTier(plan, "remote", heap=heap)
 
     def node(
         self, worker: SimWorker, cache: HeteroCache, *, kind: type[SimNode] = SimNode

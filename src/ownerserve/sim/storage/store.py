@@ -6,7 +6,7 @@
 
 Where a record goes and what is worth a move is the store's own Placement, who must go its Ledger.
 Owns what is under way, and no record. Must never know a turn, or schedule anything: who calls is
-told when things are done.
+given what is coming.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import msgspec
 from ownerserve.kv.messages import Tier
 from ownerserve.node.vocabulary.records import Inside
 from ownerserve.sim.storage.tier import SimTier
-from ownerserve.sim.timeline.media import Duplex, through
+from ownerserve.sim.timeline.links import Delivery, Link, stream
+from ownerserve.sim.timeline.media import Duplex, Pipe
 from ownerserve.store.format.model import Listed, Meta, MissReason, RefusalReason, Want
 from ownerserve.store.tiers.placement import HAS_NO_ROOM, Placement, WriteThrough
 
@@ -41,10 +42,10 @@ class AlreadyKept(msgspec.Struct, frozen=True):
 
 
 class PendingRead(msgspec.Struct, frozen=True):
-    """A pending read is bytes on their way to host memory: there at `done_s`. `service_s` leaves
-    out the queue; `tier` is None where they come from several."""
+    """A pending read is bytes on their way to host memory. `service_s` is what they take that wait
+    for and share with nobody; `tier` is None where they come from several."""
 
-    done_s: float
+    coming: Delivery
     bytes: int
     service_s: float
     tier: Tier | None
@@ -79,7 +80,7 @@ class SimStore:
         tiers: Sequence[SimTier],
         *,
         placement: Placement | None = None,
-        nic: Duplex | None = None,
+        nic: Duplex[Link] | None = None,
         lookup_s: float = LOOKUP_S,
     ) -> None:
         """`placement` None: written through to the lowest tier, as a worker's store is, so that
@@ -146,14 +147,12 @@ class SimStore:
             return MissReason.DEADLINE, b""
         for level, record, want in found:
             self._took(level, record, want, now_s)
-        done_s = service_s = 0.0
-        for level, count in enumerate(sizes):
-            if count:
-                done_s = max(done_s, self._move_bytes(level, count, now_s))
-                service_s += self.tiers[level].reads.service_s(count)
-        levels = [level for level, count in enumerate(sizes) if count]
-        origin = self.tiers[levels[0]].tier if len(levels) == 1 else None
-        return PendingRead(done_s, sum(sizes), service_s, origin)
+        loads = [(tier, count) for tier, count in zip(self.tiers, sizes, strict=True) if count]
+        nic = None if self._nic is None else self._nic.back
+        coming = self._carry([(tier.reads, count) for tier, count in loads], nic, now_s)
+        service_s = sum(tier.reads.service_s(count) for tier, count in loads)
+        origin = loads[0][0].tier if len(loads) == 1 else None
+        return PendingRead(coming, sum(sizes), service_s, origin)
 
     def _nearest(self, id_: bytes) -> tuple[int, Listed] | None:
         for level, tier in enumerate(self.tiers):
@@ -171,12 +170,19 @@ class SimStore:
         if level and whole and self.placement.goes_up(record):
             self._moves[want.id, 0] = TierCopy(record, 0)
 
-    def _move_bytes(self, level: int, count: int, now_s: float) -> float:
-        tier = self.tiers[level]
-        if tier.tier is not Tier.REMOTE or self._nic is None:
-            return tier.reads.take(count, now_s)
-        self.network_bytes += count
-        return through((tier.reads, self._nic.back), count, now_s)
+    def _carry(
+        self, loads: Iterable[tuple[Pipe | Link, int]], nic: Link | None, now_s: float
+    ) -> Delivery:
+        """Begin to move so many bytes each way; over links the NIC carries them too."""
+        done_s, streams = now_s, []
+        for way, count in loads:
+            if isinstance(way, Pipe):
+                done_s = max(done_s, way.take(count, now_s))
+            elif count:
+                over = (way,) if nic is None else (way, nic)
+                streams.append(stream(over, count, now_s))
+                self.network_bytes += count
+        return Delivery(done_s, tuple(streams))
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -218,19 +224,17 @@ class SimStore:
         else:
             self.counters["dropped"] += 1
 
-    def write(self, rooms: Sequence[Room], now_s: float) -> float:
-        """Send what has room to its level; return when all of it is there. Then `commit` it."""
-        sizes = Counter[int]()
-        for room in rooms:
-            sizes[room.level] += room.record.stored_bytes
-        return max((self._send(n, count, now_s) for n, count in sizes.items()), default=now_s)
+    def write(self, rooms: Sequence[Room], now_s: float) -> Delivery:
+        """Send what has room to its level. When all of it is there, `commit` it."""
+        return self._send([(room.level, room.record) for room in rooms], now_s)
 
-    def _send(self, level: int, count: int, now_s: float) -> float:
-        tier = self.tiers[level]
-        if tier.tier is not Tier.REMOTE or self._nic is None:
-            return tier.writes.take(count, now_s)
-        self.network_bytes += count
-        return through((self._nic.out, tier.writes), count, now_s)
+    def _send(self, records: Iterable[tuple[int, Listed]], now_s: float) -> Delivery:
+        sizes = Counter[int]()
+        for level, record in records:
+            sizes[level] += record.stored_bytes
+        nic = None if self._nic is None else self._nic.out
+        loads = [(self.tiers[level].writes, count) for level, count in sizes.items()]
+        return self._carry(loads, nic, now_s)
 
     def commit(self, rooms: Sequence[Room], now_s: float) -> None:
         """Make readable what was sent and is there, with copies of it above where they find
@@ -242,7 +246,7 @@ class SimStore:
             self.tiers[room.level].commit(meta.id, room.cost_ms, now_s)
             for level in plan.with_it:
                 if self._copy(TierCopy(self._priced(room), level), now_s) and level:
-                    self._send(level, room.record.stored_bytes, now_s)
+                    self._send([(level, room.record)], now_s)
             if plan.later is not None and room.level < plan.later:
                 self._moves[meta.id, plan.later] = TierCopy(self._priced(room), plan.later)
             self.counters["kept_bytes"] += size
@@ -253,20 +257,17 @@ class SimStore:
 
     # -- moving --------------------------------------------------------------------------------
 
-    def start_moves(self, now_s: float) -> tuple[float, tuple[TierCopy, ...]] | None:
+    def start_moves(self, now_s: float) -> tuple[Delivery, tuple[TierCopy, ...]] | None:
         """Send what waits to where it goes.
 
-        Return the instant at which it is there, and the copies that `moved` is then called with;
-        None when nothing waits.
+        Return what is on its way, and the copies that `moved` is called with when it is there; None
+        when nothing waits.
         """
         if not self._moves:
             return None
         moves, self._moves = tuple(self._moves.values()), {}
-        done_s = now_s
-        for move in moves:
-            if move.level:  # what goes up was read into host memory already
-                done_s = max(done_s, self._send(move.level, move.record.stored_bytes, now_s))
-        return done_s, moves
+        down = [(move.level, move.record) for move in moves if move.level]
+        return self._send(down, now_s), moves  # what goes up was read into host memory already
 
     def moved(self, moves: Iterable[TierCopy], now_s: float) -> None:
         """Take in the copies that are there: those that find room, and are not there by another

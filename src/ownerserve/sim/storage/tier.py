@@ -1,7 +1,8 @@
 """A simulated tier knows which records it holds, and who must go for more. No bytes, no clock.
 
 What is kept and what goes is decided by the store's own classes (store.tiers.ledger and policy):
-this is their catalogue, with a pipe for reads and one for writes. Owns its records, and their room.
+this is their catalogue, with a way for reads and one for writes: pipes, or the links that all who
+are given a remote tier share. Owns its records, and their room.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.storage.segments import Segments
+from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.links import Link
 from ownerserve.sim.timeline.media import Pipe
 from ownerserve.store.disk.superblock import DEFAULT_SEGMENT_BYTES
 from ownerserve.store.format.model import (
@@ -53,12 +56,15 @@ class SimTier:
     """A tier holds its records and their room. One that many nodes are given is shared: a remote
     store."""
 
-    def __init__(self, plan: TierPlan, name: str = "") -> None:
+    def __init__(self, plan: TierPlan, name: str = "", *, heap: Heap | None = None) -> None:
+        """`heap`: what moves is shared fairly by all who are given the tier; None: it queues."""
         name = name or plan.tier.value
         self.tier = plan.tier
         self.limits = plan.limits
-        self.reads = Pipe(f"{name}/read", plan.read)
-        self.writes = Pipe(f"{name}/write", plan.write)
+        self.reads, self.writes = (
+            Pipe(f"{name}/{way}", medium) if heap is None else Link(f"{name}/{way}", medium, heap)
+            for way, medium in (("read", plan.read), ("write", plan.write))
+        )
         self.counters: Counter[str] = Counter()
         self.segments = Segments(plan.segment_bytes) if plan.tier is Tier.DISK else None
         self.budget = None if plan.budget is None else WriteBudget(*plan.budget)
@@ -214,8 +220,9 @@ class SimTier:
                 self.remove(record.meta.id)
                 self.counters["expired"] += 1
         if self.segments is not None and (again := self.segments.compact()):
-            self.reads.take(again, now_s)
-            self.writes.take(again, now_s)
+            for way in (self.reads, self.writes):
+                if isinstance(way, Pipe):  # as every drive's is
+                    way.take(again, now_s)
             if self.budget is not None:
                 self.budget.spend(again, now_s)
 

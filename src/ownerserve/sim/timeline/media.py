@@ -1,4 +1,5 @@
-"""Media are links and drives as queues: what moves over one is paid for in order.
+"""Media are drives and copy engines as queues: what moves over one is paid for in order. What many
+share fairly is a link (links.py).
 
     take(n, now)    waits for what was taken before | n / bandwidth | latency -> done
                     `--------- in the queue -------'`- it is busy -'
@@ -10,6 +11,7 @@ free and how much went over it. Must never know what the bytes are, or read a cl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -70,22 +72,20 @@ class Pipe:
         self.cut_until_s = max(self.cut_until_s, until_s)
 
 
-class Duplex(msgspec.Struct, frozen=True):
-    """A duplex is both directions of a link, seen from one end: PCIe from the device, a NIC from
+Way = TypeVar("Way")
+
+
+class Duplex(msgspec.Struct, Generic[Way], frozen=True):
+    """A duplex is both directions of a medium, seen from one end: PCIe from the device, a NIC from
     its host."""
 
-    out: Pipe
-    back: Pipe
+    out: Way
+    back: Way
 
 
-def duplex(name: str, medium: Medium) -> Duplex:
-    """Make a link that moves as much in both directions at once."""
+def duplex(name: str, medium: Medium) -> Duplex[Pipe]:
+    """Make a medium that moves as much in both directions at once."""
     return Duplex(Pipe(f"{name}/out", medium), Pipe(f"{name}/back", medium))
-
-
-def through(pipes: Iterable[Pipe], count: int, now_s: float) -> float:
-    """Move `count` bytes over several media at once, as a stream; return when the slowest ends."""
-    return max((pipe.take(count, now_s) for pipe in pipes), default=now_s)
 
 
 def in_series(media: Iterable[Medium]) -> Medium:

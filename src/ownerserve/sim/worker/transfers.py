@@ -7,7 +7,7 @@ matchable there before all of it has landed. W9's machines replace this model.
     bring -> room? -- no --> waits for it, until `timeout_s` -> NO_ROOM
                | yes
                v
-    source's NIC out and target's NIC in, both, first come first served -> commit -> LANDED
+    source's NIC out and target's NIC in, both, shared fairly -----------> commit -> LANDED
                |                                `--- not there after `timeout_s`  -> LATE
                `--- the source died meanwhile -> SOURCE_LOST, the target -> LOST
 """
@@ -24,8 +24,8 @@ import msgspec
 from ownerserve.cache.outcomes import Arrival, Match, SlotsReserved
 from ownerserve.kv.ids import Incarnation, PrefixHash
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
-from ownerserve.sim.timeline.heap import Heap
-from ownerserve.sim.timeline.media import Pipe, through
+from ownerserve.sim.timeline.heap import Heap, TimedCall
+from ownerserve.sim.timeline.links import Link, Stream, stream
 from ownerserve.sim.timeline.turns import prefix_name
 from ownerserve.sim.worker.worker import SimWorker
 
@@ -45,8 +45,8 @@ class TransferOutcome(StrEnum):
 class TransferResult(msgspec.Struct, frozen=True, gc=False):
     """A result says how a transfer ended.
 
-    When it LANDED, `units` of the prompt are at the target now. `bytes` crossed the network for it,
-    or were on their way when it was given up. It waited `waited_s` for room.
+    When it LANDED, `units` of the prompt are at the target now. `bytes` crossed the network for it.
+    It waited `waited_s` for room.
     """
 
     landing: TransferOutcome
@@ -83,7 +83,7 @@ class Transfers:
     """The transfers between all workers of a fleet are made here; this class owns those under
     way."""
 
-    def __init__(self, heap: Heap, *, timeout_s: float, switch: Pipe | None = None) -> None:
+    def __init__(self, heap: Heap, *, timeout_s: float, switch: Link | None = None) -> None:
         """`switch`: what all transfers go over beside both NICs; None where it never blocks."""
         self._switch = () if switch is None else (switch,)
         self.bytes = 0
@@ -136,14 +136,16 @@ class Transfers:
             self._wait(wish, now, is_first=is_first)
             return
         count = round((held - room.start) * target.unit_bytes) + len(points) * target.point_bytes
-        done_s = through((source.nic.out, *self._switch, target.nic.back), count, now)
-        self.bytes += count
         self.count += 1
-        is_late = done_s > wish.asked_s + self._timeout_s
-        landing = TransferOutcome.LATE if is_late else TransferOutcome.LANDED
-        brought = TransferResult(landing, held, count, now - wish.asked_s)
-        ends_s = min(done_s, max(now, wish.asked_s + self._timeout_s))
-        self._heap.at(ends_s, partial(self._ended, wish, room.ticket, brought))
+        waited_s = now - wish.asked_s
+        coming = stream((source.nic.out, *self._switch, target.nic.back), count, now)
+        late = TransferResult(TransferOutcome.LATE, held, 0, waited_s)
+        overdue = self._heap.at(
+            max(now, wish.asked_s + self._timeout_s),
+            partial(self._late, wish, room.ticket, late, coming),
+        )
+        landed = TransferResult(TransferOutcome.LANDED, held, count, waited_s)
+        coming.then = partial(self._landed, wish, room.ticket, landed, overdue)
 
     def _wait(self, wish: _Wish, now: float, *, is_first: bool) -> None:
         until_s = wish.asked_s + self._timeout_s
@@ -163,8 +165,22 @@ class Transfers:
             self._waiting[wish.target.index] = deque(w for w in waiting if w is not wish)
             self._wait(wish, now, is_first=True)
 
+    def _landed(
+        self, wish: _Wish, ticket: int, brought: TransferResult, overdue: TimedCall, now: float
+    ) -> None:
+        overdue.cancel()
+        self._ended(wish, ticket, brought, now)
+
+    def _late(
+        self, wish: _Wish, ticket: int, brought: TransferResult, coming: Stream, now: float
+    ) -> None:
+        """Give up what is not there in time: the rest of it is not sent."""
+        moved = coming.give_up(now)
+        self._ended(wish, ticket, msgspec.structs.replace(brought, bytes=moved), now)
+
     def _ended(self, wish: _Wish, ticket: int, brought: TransferResult, now: float) -> None:
         target, died = wish.target, _who_died(wish)
+        self.bytes += brought.bytes
         if died is not None:
             brought = msgspec.structs.replace(brought, landing=died)
         if brought.landing is TransferOutcome.LANDED:

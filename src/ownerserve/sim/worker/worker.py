@@ -26,6 +26,7 @@ from ownerserve.plan.inputs import Backlog
 from ownerserve.sim.engine.engine import SimEngine
 from ownerserve.sim.engine.sequence import SimSequence
 from ownerserve.sim.timeline.heap import Call, Heap, TimedCall
+from ownerserve.sim.timeline.links import Link
 from ownerserve.sim.timeline.media import Duplex
 
 
@@ -99,7 +100,7 @@ class SimWorker:
         heap: Heap,
         make: Callable[[SimWorker], Machine],
         *,
-        nic: Duplex,
+        nic: Duplex[Link],
         unit_tokens: int,
         listener: Listener,
     ) -> None:
