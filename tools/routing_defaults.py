@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ownerserve.cli.placement import speed_of
 from ownerserve.kv.messages import Tier
-from ownerserve.router.settings import CLAUDE_CODE, derive
+from ownerserve.router.settings import PRIOR, derive
 from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
 MODELS = (
@@ -40,7 +40,7 @@ def speed_named(name: str) -> Speed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="MODEL[@GPU[xN]]", default=MODELS)
-    table = Table(title=f"for {CLAUDE_CODE}", title_justify="left")
+    table = Table(title=f"for {PRIOR}", title_justify="left")
     for heading in ("worker", "KV B/token", "T_hot ms", "T_cool s", "lambda = delta ms/GiB", "mu"):
         table.add_column(heading, justify="left" if heading == "worker" else "right")
     speeds = {"DEFAULT_SPEED": DEFAULT_SPEED}

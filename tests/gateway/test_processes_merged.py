@@ -29,7 +29,7 @@ from tests.support.gateway.world import World
 
 OWN = {
     "canary_share", "certificate_end_timestamp_seconds", "discovered_workers", "mode",
-    "process_life", "seat_stay_seconds", "worker_busy_share", "worker_extents",
+    "process_life", "routing_constant", "seat_stay_seconds", "worker_busy_share", "worker_extents",
     "worker_queue_seconds", "worker_refill_share", "worker_up",
 }  # fmt: skip
 """Gauges that all relays tell alike."""

@@ -10,7 +10,7 @@ import pytest
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.decision import RoutingRequest, TurnClass
 from ownerserve.router.pricing import PlacementPricer, options_at, peer_copy, stored_copy
-from ownerserve.router.settings import CLAUDE_CODE, Settings, derive
+from ownerserve.router.settings import PRIOR, Settings, derive
 from ownerserve.router.worker import DEFAULT_SPEED, Profile, Worker
 from tests.support.router.fleets import (
     ABLE,
@@ -119,7 +119,7 @@ def test_prefill_apart_spares_the_decoding_worker() -> None:
 
 
 def test_the_defaults_come_out_of_the_procedure() -> None:
-    derived, defaults = derive(DEFAULT_SPEED, CLAUDE_CODE, spilled_to=Tier.DISK), Settings()
+    derived, defaults = derive(DEFAULT_SPEED, PRIOR, spilled_to=Tier.DISK), Settings()
     for name in Settings.__struct_fields__:
         assert getattr(derived, name) == pytest.approx(getattr(defaults, name), rel=0.01), name
 

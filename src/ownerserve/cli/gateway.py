@@ -37,7 +37,6 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.listening import ADMIN, GATEWAY, LOOPBACK
 from ownerserve.router.policies import ROUTING_POLICIES, make_policy
 from ownerserve.router.rollout.steering import Mode
-from ownerserve.router.settings import DEFAULTS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -259,18 +258,15 @@ def _policies() -> str:
 @click.option(
     "--hot-ms",
     type=Finite(min=0),
-    default=DEFAULTS.hot_ms,
-    show_default=True,
     metavar="MS",
-    help="T_hot: others' pending prefill at its worker from which a session may move.",
+    help="T_hot: others' pending prefill at its worker from which a session may move."
+    " Default: learnt from the turns that end here and the workers' speeds.",
 )
 @click.option(
     "--cool-s",
     type=Finite(min=0),
-    default=DEFAULTS.cool_s,
-    show_default=True,
     metavar="SECONDS",
-    help="T_cool: how long a session that moved for load's sake stays.",
+    help="T_cool: how long a session that moved for load's sake stays. Default: learnt, as T_hot.",
 )
 @click.option(
     "--seats",

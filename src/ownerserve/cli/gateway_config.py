@@ -27,7 +27,7 @@ from ownerserve.kv.units import MIB
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.entry.queue import QueueSettings
 from ownerserve.router.rollout.steering import Mode
-from ownerserve.router.settings import DEFAULTS
+from ownerserve.router.settings import DEFAULTS, by_hand
 from ownerserve.router.worker import DEFAULT_SPEED, Speed
 
 LOG = "ownerserve.gateway.log"
@@ -96,7 +96,7 @@ def _made(said: dict[str, Any]) -> dict[str, Any]:
         "stream_usage": StreamUsage(said["stream_usage"]),
         "opening_s": _opening_s(said["opening_s"], said["directory"]),
         "bodies_max_bytes": said["body_memory_mib"] * MIB,
-        "settings": replace(DEFAULTS, hot_ms=said["hot_ms"], cool_s=said["cool_s"]),
+        "settings": by_hand(DEFAULTS, hot_ms=said["hot_ms"], cool_s=said["cool_s"]),
         "seats": None if seats is None else SeatSettings(share=seats),
         "queue": QueueSettings(
             running_max=said["max_running"],

@@ -30,12 +30,14 @@ from ownerserve.gateway.admin_api.answers import (
     ErrorRow,
     GatewayStatus,
     HealthAnswer,
+    LearntFacts,
     LogLevel,
     Owners,
     PricedBy,
     PricedWay,
     ProbeRow,
     Requests,
+    RoutingConstants,
     SessionsAnswer,
     ShadowDecision,
     WaitRow,
@@ -66,6 +68,8 @@ from ownerserve.kv.listening import ADMIN, open_listener
 from ownerserve.router.decision import BesideDecision
 from ownerserve.router.messages import Dispatch
 from ownerserve.router.sessions import Copy
+from ownerserve.router.settings import DERIVED
+from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Worker
 
 if TYPE_CHECKING:
@@ -81,6 +85,7 @@ def status(gateway: Gateway) -> GatewayStatus:
         policy=gateway.turns.rollout.choice.policy,
         mode=gateway.turns.rollout.choice.mode,
         draining=gateway.draining,
+        constants=constants(state),
         sessions=len(state.sessions),
         content_sessions=len(gateway.turns.asking.chain),
         directory=_directory(gateway),
@@ -99,6 +104,19 @@ def status(gateway: Gateway) -> GatewayStatus:
         probes={name: _probe(monitor) for name, monitor in gateway.monitors.items()},
         never_up=[name for name in gateway.turns.pools if name not in {w.id for w in state.fleet}],
         **counts(gateway),
+    )
+
+
+def constants(state: RouterState) -> RoutingConstants:
+    """Return the constants in force, and what they were learnt from."""
+    learning, facts = state.learning, None
+    if learning is not None and learning.facts is not None:
+        facts = LearntFacts(**structs.asdict(learning.facts))
+    return RoutingConstants(
+        **{name: round(getattr(state.settings, name), 4) for name in DERIVED},
+        by_hand=state.settings.by_hand,
+        turns=0 if learning is None else learning.turns,
+        learnt_from=facts,
     )
 
 

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from ownerserve.gateway.entry.figures import entry_families
 from ownerserve.gateway.histograms import Histogram
 from ownerserve.gateway.processes.part import GatewayPart
-from ownerserve.gateway.rollout.metrics import rollout_metrics
+from ownerserve.gateway.rollout.metrics import constant_metrics, rollout_metrics
 from ownerserve.router.entry.terms import WaitReason
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class GatewayCollector(Collector):
         yield from self._receipts()
         yield from self._nodes()
         yield from rollout_metrics(self._gateway.turns.rollout)
+        yield from constant_metrics(self._gateway.state.settings)
         if self._gateway.part is not None:
             yield from _part(self._gateway.part)
         for kind in ("prompt", "cached", "output"):

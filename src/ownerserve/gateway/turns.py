@@ -80,6 +80,7 @@ from ownerserve.router.entry.terms import (
     WaitReason,
     refilled_ms,
 )
+from ownerserve.router.learning import Learning
 from ownerserve.router.messages import (
     Aborted,
     Arm,
@@ -303,6 +304,7 @@ class Turns:
             self.rollout.steering.policy,
             settings=config.settings,
             down_asked_max=DOWN_ASKED_MAX,
+            learning=Learning(spilled_to=Tier.DISK),
             opening=OpeningRule(self.now() + config.opening_s, behind_ms=config.settings.hot_ms),
         )
         self.rollout.steer_by(self.state.steer)

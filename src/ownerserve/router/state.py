@@ -15,7 +15,7 @@ randomness.
 | Hedge | the policy decides among the others: a second leg | Dispatch, Noted: there is none |
 | Outrun, LegFailed | one of two legs comes off as if it had not been sent | Noted |
 | Broken, Aborted | the rest comes off | Noted |
-| Done | the same; teaches the session's ratio and extent | AskRelease of its owner, Noted |
+| Done | the same; teaches extents and constants | AskRelease of its owner, Noted |
 | ReleaseEnded | who handed the session over is not known as its owner any more | Noted |
 | Failed | the load comes off; another attempt, within a budget | Dispatch, Refuse |
 | Unpromised | as Failed; when nobody is left to ask, once more among all | Dispatch, Refuse |
@@ -52,6 +52,7 @@ from ownerserve.router.account import Account, Books, audit
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, classify, run_at
 from ownerserve.router.fleet import Candidates, Fleet
 from ownerserve.router.knowledge import Handovers, Knowledge
+from ownerserve.router.learning import Learning
 from ownerserve.router.messages import (
     NOTED,
     Aborted,
@@ -94,11 +95,12 @@ from ownerserve.router.messages import (
 )
 from ownerserve.router.opening import NEVER_OPENING, OpeningRule
 from ownerserve.router.policies.base import RoutingPolicy
-from ownerserve.router.requests.body import Prompt, believed
+from ownerserve.router.requests.body import Prompt, Usage, believed
 from ownerserve.router.rollout.steering import Steering
 from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession, SessionTable
 from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.worker import Load, Receipt, Worker
+from ownerserve.router.workload import EndedTurn
 
 
 def ask(
@@ -224,12 +226,15 @@ class RouterState:
         retries: RetryBudget | None = None,
         down_asked_max: int = 0,
         opening: OpeningRule = NEVER_OPENING,
+        learning: Learning | None = None,
     ) -> None:
         self.fleet = Fleet()
         self.sessions = SessionTable()
         self.account = Account()
         self._knowledge = Knowledge(self.fleet, self.sessions)
         self._steering = Steering(policy=policy)
+        self.learning = learning
+        """What the derived settings follow; None: they stay as they are."""
         self._settings = settings
         self._retries = retries or RetryBudget()
         self._handovers = Handovers()
@@ -282,8 +287,20 @@ class RouterState:
         return self._on[type(event)](event, now)
 
     def steer(self, steering: Steering, settings: Settings) -> None:
-        """Have turns that come from now on decided by `steering`, under `settings`."""
+        """Have turns that come from now on decided by `steering`, under `settings`, and by what was
+        learnt where that is not by hand."""
         self._steering, self._settings = steering, settings
+        if self.learning is not None:
+            self._tune(self.learning.learnt or settings)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force now."""
+        return self._settings
+
+    def _tune(self, derived: Settings) -> None:
+        self._settings = self._settings.following(derived)
+        self._steering.tune(self._settings)
 
     @property
     def live(self) -> int:
@@ -473,6 +490,10 @@ class RouterState:
             return NOTED
         session.idle_since_s = now
         if usage is not None and worker.life == live.life:
+            if self.learning is not None:
+                turn = _turn_of(live.name or alias, session, usage, worker)
+                if self.learning.took(turn, now):
+                    self._learn(self.learning, now)
             prompt_bytes = live.arrive.prompt_bytes if event.prompt is Prompt.IN_BODY else 0
             session.grow(worker, usage, prompt_bytes=prompt_bytes)
             if live.decision.prefill is not None:
@@ -482,6 +503,11 @@ class RouterState:
         if live.name is None or session.is_forgotten or worker.life != live.life:
             return NOTED
         return self._handovers.done(live.name, session, worker)
+
+    def _learn(self, learning: Learning, now: float) -> None:
+        derived = learning.derive(self.fleet.up, now)
+        if derived is not None:
+            self._tune(derived)
 
     def _release_ended(self, event: ReleaseEnded, now: float) -> Noted:
         self._handovers.ended(event, self.sessions.get(event.session))
@@ -669,6 +695,14 @@ def _to_compute(request: RoutingRequest, decision: Decision) -> int:
     """Return how many tokens of the prompt are to be computed, by the router's estimate."""
     tokens = request.prompt_tokens - decision.cached_tokens
     return tokens if tokens > 1 else 1
+
+
+def _turn_of(
+    name: SessionId | None, session: RoutedSession, usage: Usage, worker: Worker
+) -> EndedTurn:
+    """Return what a turn that has ended at `worker` was like; its session has not grown by it."""
+    prompt, known_tokens = usage.prompt_tokens, session.known_tokens
+    return EndedTurn(name, prompt, usage.output_tokens, known_tokens, worker.batch + 1)
 
 
 def _told(live: _Live, receipt: Receipt, request: RoutingRequest) -> Dispatch:

@@ -21,9 +21,10 @@ from ownerserve.plan.cost.prices import Medium
 from ownerserve.router.admission import SessionAdmission
 from ownerserve.router.entry.queue import AdmissionQueue
 from ownerserve.router.entry.running import RunningLimit
+from ownerserve.router.learning import Learning
 from ownerserve.router.policies import RoutingPolicy, make_policy
 from ownerserve.router.policies.apart import lacking, unmet
-from ownerserve.router.settings import Settings, derive
+from ownerserve.router.settings import PRIOR, Settings, WorkloadFacts, by_hand, derive
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, Speed, WorkerRole
 from ownerserve.sim.config.setup import Links, SimSetup
@@ -56,6 +57,8 @@ class BaselineParts(msgspec.Struct, frozen=True, kw_only=True):
     order      eviction on the device
     node       what brings and keeps a worker's state
     transfers  between workers
+    prior      what sessions are taken to be like before any was seen
+    learning   how constants follow them from then on
     """
 
     policy: Callable[[Settings], RoutingPolicy] | None = None
@@ -63,6 +66,8 @@ class BaselineParts(msgspec.Struct, frozen=True, kw_only=True):
     order: Callable[[], EvictionPolicy] | None = None
     node: type[SimNode] = SimNode
     transfers: Callable[[Heap, float], Transfers] | None = None
+    prior: WorkloadFacts = PRIOR
+    learning: type[Learning] = Learning
 
 
 PRODUCTION = BaselineParts()
@@ -74,7 +79,6 @@ class Built(msgspec.Struct, frozen=True):
     heap: Heap
     fleet: SimFleet
     pace: Pace
-    settings: Settings
     nodes: NodeMaker
 
 
@@ -94,13 +98,15 @@ def geometry_of(pace: Pace) -> Geometry:
     return Geometry.of(build_spec(read_config(find_config(pace.config))))
 
 
-def settings_of(setup: SimSetup, speed: Speed) -> Settings:
-    """Derive T_hot, T_cool and the prices by the procedure of router.settings, where not set by
-    hand."""
-    spilled_to = Tier.HOST if setup.tiers.host_bytes else Tier.DISK
-    settings = derive(speed, spilled_to=spilled_to)
-    given = {"hot_ms": setup.hot_ms, "cool_s": setup.cool_s}
-    return msgspec.structs.replace(settings, **{k: v for k, v in given.items() if v is not None})
+def settings_of(setup: SimSetup, speed: Speed, prior: WorkloadFacts = PRIOR) -> Settings:
+    """Return what the router begins with: T_hot, T_cool and the prices by the procedure of
+    router.settings, before any session was seen, where not set by hand."""
+    settings = derive(speed, prior, spilled_to=_spilled_to(setup))
+    return by_hand(settings, hot_ms=setup.hot_ms, cool_s=setup.cool_s)
+
+
+def _spilled_to(setup: SimSetup) -> Tier:
+    return Tier.HOST if setup.tiers.host_bytes else Tier.DISK
 
 
 def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PRODUCTION) -> Built:
@@ -113,15 +119,14 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     model = unit_model(geometry, workload.block_tokens)
     _check_abilities(setup, geometry.spec, workload.block_tokens)
     speed = speed_of(pace, geometry, setup.links)
-    settings = settings_of(setup, speed)
+    settings = settings_of(setup, speed, parts.prior)
     policy = _policy(setup, settings, parts)
-    router = RouterState(policy, settings=settings)
+    learning = parts.learning(spilled_to=_spilled_to(setup))
+    router = RouterState(policy, settings=settings, learning=learning)
     make_transfers = parts.transfers or partial(_transfers, setup.links)
     transfers = make_transfers(heap, setup.transfer_s)
     ownership = SimOwnership(heap, delay_s=setup.directory_ms / 1000.0)
-    fleet = SimFleet(
-        heap, workload, router, ownership=ownership, transfers=transfers, hot_ms=settings.hot_ms
-    )
+    fleet = SimFleet(heap, workload, router, ownership=ownership, transfers=transfers)
     if setup.news_ms is not None:
         fleet.news = ResidencyNews(heap, router.handle, delay_s=setup.news_ms / 1000.0)
     if setup.oracle in PARTS:
@@ -144,7 +149,7 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     if action is not None:
         raise lacking(setup.policy, action, setup.workers)
     Injector(heap, fleet, nodes.disks).plan(setup.faults)
-    return Built(heap, fleet, pace, settings, nodes)
+    return Built(heap, fleet, pace, nodes)
 
 
 def _queue(setup: SimSetup, router: RouterState) -> AdmissionQueue:

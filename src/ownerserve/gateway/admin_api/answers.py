@@ -222,6 +222,31 @@ class Queue(AdminAnswer):
     not_let_in: Sequence[NotLetIns]
 
 
+class LearntFacts(AdminAnswer):
+    """What the sessions of the last turns are like, as the constants were derived from it."""
+
+    context_tokens_p50: int
+    context_tokens_p90: int
+    addition_tokens_p50: int
+    reuse_share: float
+    decoding: float
+
+
+class RoutingConstants(AdminAnswer):
+    """The constants that decisions depend on, as they are in force. `by_hand`: those that somebody
+    gave. All others follow the fleet; `learnt_from` null: they are still what a gateway begins
+    with."""
+
+    hot_ms: float
+    cool_s: float
+    memory_ms_per_gib: float
+    duplicate_ms_per_gib: float
+    interference: float
+    by_hand: Sequence[str]
+    turns: int
+    learnt_from: LearntFacts | None
+
+
 class GatewayStatus(AdminAnswer):
     """The workers with their load, and the account of all requests."""
 
@@ -229,6 +254,7 @@ class GatewayStatus(AdminAnswer):
     policy: str
     mode: Mode
     draining: bool
+    constants: RoutingConstants
     sessions: int
     content_sessions: int
     directory: DirectoryAnswers | None

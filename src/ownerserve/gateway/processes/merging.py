@@ -39,7 +39,7 @@ _WORKER_ALIKE = (
 )  # fmt: skip
 WORKER_KEYS = {*_WORKER_SUMMED, *_WORKER_LARGEST, *_WORKER_ALIKE, "up", "device_memory"}
 """All that a status says of a worker: what is new there belongs to one of these."""
-_ALIKE = ("policy", "mode", "discovery")
+_ALIKE = ("policy", "mode", "discovery", "constants")
 """What every relay says alike, or for itself with the same meaning."""
 STATUS_KEYS = {
     *_SUMMED, *_COUNTS, *_ALIKE, "age_s", "draining", "directory", "requests", "workers", "probes",

@@ -22,6 +22,7 @@ LARGEST = frozenset(
         _P + "discovered_workers",
         _P + "mode",
         _P + "process_life",
+        _P + "routing_constant",
         _P + "seat_stay_seconds",
         _P + "worker_busy_share",
         _P + "worker_extents",

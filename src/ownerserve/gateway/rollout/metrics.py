@@ -16,6 +16,7 @@ from prometheus_client.core import (
 from ownerserve.gateway.histograms import Histogram
 from ownerserve.gateway.rollout.choice import Rollout
 from ownerserve.router.rollout.steering import Mode
+from ownerserve.router.settings import DERIVED, Settings
 
 _P = "ownerserve_gateway_"
 
@@ -36,6 +37,18 @@ def rollout_metrics(rollout: Rollout) -> Iterator[Metric]:
     )
     yield from _shadows(rollout)
     yield from _arms(rollout)
+
+
+def constant_metrics(settings: Settings) -> Iterator[Metric]:
+    """Yield the family of the constants in force."""
+    family = GaugeMetricFamily(
+        _P + "routing_constant",
+        "Constants that decisions depend on, as they are in force: their names have their units.",
+        labels=["constant"],
+    )
+    for name in DERIVED:
+        family.add_metric([name], getattr(settings, name))
+    yield family
 
 
 def _shadows(rollout: Rollout) -> Iterator[Metric]:

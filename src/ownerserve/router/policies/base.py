@@ -7,11 +7,12 @@ never counts load and never binds a session. The state does both, in the same wa
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.decision import Decision, RoutingRequest
 from ownerserve.router.fleet import Candidates
+from ownerserve.router.settings import Settings
 
 ANY_WORKER: frozenset[PlacementAction] = frozenset()
 """What a policy needs that makes do with what any engine can."""
@@ -28,4 +29,13 @@ class RoutingPolicy(Protocol):
 
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         """Choose a worker of `fleet` for the request, and say why."""
+        ...
+
+
+@runtime_checkable
+class TunedPolicy(RoutingPolicy, Protocol):
+    """A tuned policy decides by numbers that follow the fleet."""
+
+    def tune(self, settings: Settings) -> None:
+        """Decide from now on by the derived numbers of `settings`, but where one is by hand."""
         ...

@@ -48,6 +48,11 @@ class Ear:
         self._settings = settings
         self._pricer = PlacementPricer(settings)
 
+    def tune(self, settings: Settings) -> None:
+        """Decide from now on by the derived numbers of `settings`, but where one is by hand."""
+        self._settings = self._settings.following(settings)
+        self._pricer = PlacementPricer(self._settings)
+
     def decide(self, request: RoutingRequest, fleet: Candidates) -> Decision:
         """Choose a worker of `fleet` for the request, and say why."""
         home = request.home

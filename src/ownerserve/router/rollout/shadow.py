@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 
 from ownerserve.router.decision import BesideDecision, Decision, DispatchReason, RoutingRequest
 from ownerserve.router.fleet import Candidates
-from ownerserve.router.policies.base import RoutingPolicy
+from ownerserve.router.policies.base import RoutingPolicy, TunedPolicy
 from ownerserve.router.pricing import PlacementPricer
 from ownerserve.router.settings import Settings
 
@@ -64,6 +64,12 @@ class Shadow:
         self.name = name
         self.counts = counts
         self._policy = policy
+        self._pricer = PlacementPricer(settings)
+
+    def tune(self, settings: Settings) -> None:
+        """Decide and price from now on by `settings`."""
+        if isinstance(self._policy, TunedPolicy):
+            self._policy.tune(settings)
         self._pricer = PlacementPricer(settings)
 
     def judge(

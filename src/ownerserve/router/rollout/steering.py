@@ -23,8 +23,9 @@ from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.router.decision import Decision, Label, RoutingRequest
 from ownerserve.router.fleet import Candidates
 from ownerserve.router.messages import Arm
-from ownerserve.router.policies.base import RoutingPolicy
+from ownerserve.router.policies.base import RoutingPolicy, TunedPolicy
 from ownerserve.router.rollout.shadow import Shadow
+from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
 
 
@@ -56,6 +57,14 @@ class Steering(msgspec.Struct, frozen=True, kw_only=True):
     canary: RoutingPolicy | None = None
     canary_workers: frozenset[WorkerId] = frozenset()
     shadow: Shadow | None = None
+
+    def tune(self, settings: Settings) -> None:
+        """Have everybody who decides do so by `settings` from now on."""
+        for policy in (self.policy, self.canary):
+            if isinstance(policy, TunedPolicy):
+                policy.tune(settings)
+        if self.shadow is not None:
+            self.shadow.tune(settings)
 
     def eligible(self, everyone: Candidates, arm: Arm) -> Candidates:
         """Return those of `everyone` where turns of the arm run."""

@@ -78,7 +78,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     oracle            "": none; "infinite", "horizon" or a part of that: see sim.oracle
     seats             how many sessions may run at once (router.admission); None: all that come
     queue             how many turns may run at once, and how many wait (router.entry); no limit
-    hot_ms, cool_s    T_hot and T_cool; None: derived from the pace (router.settings)
+    hot_ms, cool_s    T_hot and T_cool; None: learnt from the sessions (router.learning)
     sample_s          how often load is sampled for heat maps and indices
     directory_ms      to the ownership directory and back
     news_ms           after so long the router hears what came to or went from any tier of a worker;

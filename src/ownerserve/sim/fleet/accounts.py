@@ -16,6 +16,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit, execution_mode
 from ownerserve.node.vocabulary.chains import KnownSessions, Plain
 from ownerserve.router.messages import Dispatch
+from ownerserve.router.state import RouterState
 from ownerserve.sim.engine.sequence import SimSequence
 from ownerserve.sim.metrics.counters import FleetCounters, Migration
 from ownerserve.sim.metrics.rows import NO_WORKER, TurnRow
@@ -45,15 +46,15 @@ class ConversationState(msgspec.Struct, gc=False):
 
 
 class Accounts:
-    """The accounts fill the rows of turns and count moves. `hot_ms`: T_hot, which tells an
-    avoidable duplicate from a needed one."""
+    """The accounts fill the rows of turns and count moves. The router's T_hot, as it is in force,
+    tells an avoidable duplicate from a needed one."""
 
     def __init__(
-        self, workers: Listed[SimWorker], counters: FleetCounters, *, hot_ms: float
+        self, workers: Listed[SimWorker], counters: FleetCounters, router: RouterState
     ) -> None:
         self._workers = workers
         self._counters = counters
-        self._hot_ms = hot_ms
+        self._router = router
         self._conversations: dict[SessionId, ConversationState] = {}
         self._known = KnownSessions(1, limit=sys.maxsize)
 
@@ -125,7 +126,7 @@ class Accounts:
                     known.served_by.discard(index)
                 count = min(round((units - before_units) * unit_bytes), row.placed_bytes)
                 row.duplicate_bytes = max(row.duplicate_bytes, count)
-            if row.duplicate_bytes and row.owner_wait_ms <= self._hot_ms:
+            if row.duplicate_bytes and row.owner_wait_ms <= self._router.settings.hot_ms:
                 row.avoidable_bytes = row.duplicate_bytes
         known.served_by.add(here.index)
         full = turn.prompt_tokens // unit

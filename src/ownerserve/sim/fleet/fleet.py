@@ -83,7 +83,6 @@ class SimFleet:
         *,
         ownership: SimOwnership,
         transfers: Transfers,
-        hot_ms: float,
     ) -> None:
         self.rows = Rows()
         self.counters = FleetCounters()
@@ -99,7 +98,7 @@ class SimFleet:
         self._heap = heap
         self._workload = workload
         self._transfers = transfers
-        self._accounts = Accounts(self.workers, self.counters, hot_ms=hot_ms)
+        self._accounts = Accounts(self.workers, self.counters, router)
         self._live: dict[TurnId, LiveTurn] = {}
         self._apart: dict[TurnId, LiveTurn] = {}
         self._coming = 0  # releases on the heap

@@ -29,8 +29,8 @@ from ownerserve.sim.metrics.tasks import Tasks, tasks, tool_idle_utilisation
 class Run(msgspec.Struct, frozen=True):
     """A run has what its rows do not tell.
 
-    `hot_ms`: T_hot, for judging migrations. `trace_span_s`: first arrival to last end as recorded
-    (0: unknown). `accuracy_turns`: k of the migration accuracy.
+    `hot_ms`: T_hot at the end, for judging migrations. `trace_span_s`: first arrival to last end as
+    recorded (0: unknown). `accuracy_turns`: k of the migration accuracy.
     """
 
     gpus: int

@@ -52,8 +52,8 @@ class Varied(msgspec.Struct, frozen=True):
 def _varied(scale: Scale) -> dict[str, Varied]:
     shares = scale.of((0.3, 0.465, 0.6), (0.7,))  # that few sessions can be cut to
     pace = pace_of(PACE)
-    derived = settings_of(SimSetup(pace=PACE), speed_of(pace, geometry_of(pace), Links()))
-    hot_ms, cool_s = derived.hot_ms, derived.cool_s
+    first = settings_of(SimSetup(pace=PACE), speed_of(pace, geometry_of(pace), Links()))
+    hot_ms, cool_s = first.hot_ms, first.cool_s
     return {
         "rate": Varied(
             "Load", "sessions at once",
@@ -73,12 +73,12 @@ def _varied(scale: Scale) -> dict[str, Varied]:
             {scale: {"tool_scale": scale} for scale in (0.0, 0.3, 1.0)}, chosen=1.0,
         ),
         "t_hot": Varied(
-            "T_hot", "factor on the derived value",
+            "T_hot", "factor on what a router begins with",
             {f: {"hot_ms": f * hot_ms} for f in (0.03, 0.3, 1.0, 3.0, 30.0)}, MOVERS, "log",
             1.0,
         ),
         "t_cool": Varied(
-            "T_cool", "factor on the derived value",
+            "T_cool", "factor on what a router begins with",
             {f: {"cool_s": f * cool_s} for f in (0.03, 1.0, 30.0)}, MOVERS, "log", 1.0,
         ),
     }  # fmt: skip
