@@ -73,6 +73,7 @@ class Rig:
             )
             self.up(LIFE)
             await scenario()
+            self.reader.close()
             server.close()
 
         asyncio.run(main())

@@ -6,7 +6,8 @@ follows: the worker holds the question until something is new (NEWS_WAIT_MS at m
 one is asked `news_ms` after an answer that had news, so that so long words are gathered. A worker
 that does not hold questions is asked once a probe; one that does not understand them is not asked
 again in that life. One that does not answer is counted, logged once, and asked again: it costs
-cache hits, never a request.
+cache hits, never a request. All questions go over one connection, for as long as it stands: a new
+one for each would cost the worker as much as most answers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Access, Address
-from ownerserve.gateway.http.fetching import fetch
+from ownerserve.gateway.http.fetching import KeptLine
 from ownerserve.kv.wire.inventory import decode_page
 from ownerserve.kv.wire.rpc import NEWS_WAIT_MS
 from ownerserve.router.fleet import Fleet
@@ -49,7 +50,7 @@ class InventoryReader:
         self.counts: Counter[str] = Counter()
         self.residents = Residents(address.worker)
         self._address = address
-        self._access = access
+        self._line = KeptLine(address, access)
         self._timeout_s = config.health_timeout_s
         self._news_s = None if config.news_ms is None else config.news_ms / 1e3
         self._fleet = fleet
@@ -62,11 +63,18 @@ class InventoryReader:
     async def run(self) -> None:
         """Read at every call, and what follows, until cancelled; at none where there is to be no
         news."""
-        while True:
-            await self._is_called.wait()
-            self._is_called.clear()
-            while await self._follow(self._news_s or 0.0):
-                pass
+        try:
+            while True:
+                await self._is_called.wait()
+                self._is_called.clear()
+                while await self._follow(self._news_s or 0.0):
+                    pass
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the connection to the worker; another reading would open one."""
+        self._line.close()
 
     async def _follow(self, news_s: float) -> bool:
         """Read what is new, waiting for it at the worker; return whether to go on without a
@@ -107,7 +115,7 @@ class InventoryReader:
         """Ask for one page and tell its news; return whether there is more to be asked for."""
         asked, life = self.residents.after, worker.life
         target = PATH % asked + (WAIT % wait_ms if wait_ms else b"")
-        answer = await fetch(self._address, target, self._access)
+        answer = await self._line.fetch(target)
         if worker.life != life:
             return False  # its answer may be that of a former life
         page = decode_page(answer.body, after=asked) if answer.is_good else None
