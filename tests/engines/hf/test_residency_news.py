@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -20,6 +21,8 @@ from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import SchedulerLimits
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
+from ownerserve.kv.prefix import PrefixChain, pack
+from ownerserve.kv.wire.inventory import Has, decode_page
 from tests.support.cache.cache_driver import DENSE, Driver, blocks_of
 from tests.support.hf.engine_rig import Rig, request, text
 from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker
@@ -105,6 +108,44 @@ def test_without_news_it_goes_where_nothing_is_left() -> None:
         after, _ = turn(gateway, prompt + said + text(40, seed=3))
         assert after["x-ownerserve-reason"] == "cached"
         assert int(after["x-ownerserve-cached-tokens"]) < PROMPT_TOKENS // 2
+
+
+@pytest.mark.parametrize("has_store", [False, True], ids=["without a store", "with one"])
+def test_words_name_the_prefix_of_prompt_and_answer(has_store: bool, tmp_path: Path) -> None:
+    """Also of what an eviction leaves."""
+    store = tmp_path / "store" if has_store else None
+    worker = ServedWorker(WorkerOptions(model=MODEL, kv_bytes=2 << 20, max_running=4, store=store))
+    try:
+        body = {"prompt": text(PROMPT_TOKENS, seed=1), "max_tokens": 3 * BLOCK, "temperature": 0}
+        body |= {"session_id": "a", "return_token_ids": True, "model": MODEL}
+        answer = worker.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        said = [*body["prompt"], *answer.json()["choices"][0]["token_ids"]]
+        until(lambda: "a" in device_words(worker))
+        whole = device_words(worker)["a"]
+        assert whole.tokens > PROMPT_TOKENS + BLOCK, "the answer too"
+        assert whole.prefix_hash == digest(said, whole.tokens)
+        evict(worker)
+        until(lambda: tokens_of(device_words(worker).get("a")) < whole.tokens)
+        less = device_words(worker).get("a")
+        assert less is None or less.prefix_hash == digest(said, less.tokens)
+    finally:
+        worker.close()
+
+
+def device_words(worker: ServedWorker) -> dict[str, Has]:
+    page = decode_page(worker.http.get("/ownerserve/inventory?after=0").content)
+    assert page is not None
+    words = [word for word in page.words if isinstance(word, Has)]
+    return {word.session: word for word in words if word.tier == "device"}
+
+
+def tokens_of(word: Has | None) -> int:
+    return 0 if word is None else word.tokens
+
+
+def digest(tokens: list[int], count: int) -> str:
+    return PrefixChain(BLOCK).extend(pack(tokens[:count]))[-1].hex()
 
 
 def test_an_idle_loop_goes_round_at_once_for_what_its_last_step_evicted() -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.pressure import Checkpoint
+from ownerserve.cache.sessions import ResidentState
 from ownerserve.engines.hf.metrics.prometheus import RestoreMetrics
 from ownerserve.engines.hf.scheduling.requests import EngineRequest
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
@@ -25,7 +26,7 @@ from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
 from ownerserve.node.restore.sources import LOADS, Walks
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
-from ownerserve.node.vocabulary.chains import PromptPrefix
+from ownerserve.node.vocabulary.chains import Chains, PromptPrefix
 from ownerserve.node.vocabulary.events import (
     RestoreOutcome,
     RestoreReport,
@@ -195,9 +196,11 @@ class WithoutNode:
 
     def __init__(self, cache: HeteroCache, scheduler: Scheduler) -> None:
         self.inventory = Inventory()
-        self._on_device = OnDevice(cache, self.inventory)
+        layout = cache.layout
+        self._chains = Chains(layout.block_tokens, block_bytes=layout.packed_block_bytes)
+        self._on_device = OnDevice(cache, self.inventory, digest_at=self._chains.digest_at)
         self._pressure = cache.pressure
-        self._sessions = cache.sessions
+        self._sessions, self._residents = cache.sessions, cache.residents
         self._scheduler = scheduler
         self._walks = Walks(cache)
         self._session_of: dict[TurnId, SessionId] = {}
@@ -218,6 +221,7 @@ class WithoutNode:
         session = SessionId(request.session_id) if request.session_id else None
         if session is not None:
             self._session_of[turn_id] = session
+            self._chains.hashed(prompt.tokens, session, prompt.hashed)
         event = TurnArrived(turn_id, session, prompt.tokens, Backlog(0, 0), hashed=prompt.hashed)
         self._walks.arrived(event)
         self._walks.retain(turn_id, prompt.tokens, time.monotonic())
@@ -249,6 +253,7 @@ class WithoutNode:
             self._walks.over(turn_id)
             session_id = self._session_of.pop(turn_id, None)
             if session_id is not None:
+                _name_answer(self._chains, self._residents, session_id)
                 self._on_device.ended(session_id)
 
     def gone(self, turn_id: TurnId) -> None:
@@ -263,9 +268,18 @@ class WithoutNode:
     def close(self, *, within_s: float) -> None: ...
 
 
+def _name_answer(chains: Chains, residents: ResidentState, session_id: SessionId) -> None:
+    """Have the digests of what the session's last turn left, the answer too: its prompt's were
+    there before. Only new blocks are hashed."""
+    tokens = residents.tokens_of(session_id)
+    if tokens:
+        chains.digests(tokens, session_id)
+
+
 class _Turn(msgspec.Struct, eq=False):
     """A `_Turn` keeps a turn's times, in seconds of the loop's clock, and what was restored."""
 
+    session_id: SessionId | None
     prompt: int
     backlog: Backlog
     arrived_s: float
@@ -307,7 +321,7 @@ class WithNode:
         count = prompt.count
         backlog = Backlog(load.pending_prefill_tokens - count, load.waiting - 1)
         session = SessionId(request.session_id) if request.session_id else None
-        self._turns[turn_id] = _Turn(count, backlog, now)
+        self._turns[turn_id] = _Turn(session, count, backlog, now)
         self._scheduler.hold(turn_id)
         event = TurnArrived(
             turn_id, session, prompt.tokens, backlog, hashed=prompt.hashed, parent=request.parent
@@ -388,6 +402,9 @@ class WithNode:
         for turn_id in turn_ids:
             turn = self._turns.pop(turn_id, None)
             if turn is not None:
+                state = self._node.state
+                if turn.session_id is not None:
+                    _name_answer(state.chains, state.cache.residents, turn.session_id)
                 # The last sampled token is never computed.
                 tokens = turn.prompt + max(0, turn.sampled - 1)
                 event = TurnEnded(turn_id, turn.restored, turn.prompt, tokens)
