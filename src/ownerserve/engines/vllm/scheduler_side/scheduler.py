@@ -232,8 +232,9 @@ class SchedulerSide:
     def arrived(self, request: Any) -> None:
         """Take in a new request and look for its state."""
         self.counting.stir()
+        # An idle engine hears only now of what went elsewhere, before the request takes room.
+        self._let_go(self.reports.arrived(request))
         self._soft.resumed(session_of(request), _now())
-        self.reports.arrived(request)
         self._sessions.came(request)
         reason = self._bypassed or why_bypassed(request)
         tenant = self._tenants.salt(request.cache_salt)
@@ -307,8 +308,7 @@ class SchedulerSide:
             turn = self._turns.get(TurnId(request_id))
             if turn is not None:
                 self._computing(turn, count, output)
-        for session in self.reports.stepped(scheduled):
-            self._soft.released(session)
+        self._let_go(self.reports.stepped(scheduled))
         self._soft.tidy(now)
         self._watch.stepped()
         self._late.asked()
@@ -488,7 +488,7 @@ class SchedulerSide:
         self._poll()
         if request.num_preemptions != turn.preemptions:
             turn.preemptions = request.num_preemptions
-            self.reports.arrived(request)
+            self._let_go(self.reports.arrived(request))
             self._look(request)
         self._hear_out(turn)
         turn.hit = turn.window_hit = hit
@@ -535,6 +535,11 @@ class SchedulerSide:
             self._holding.over(SessionId(session))
         else:
             self._soft.finished(session, tables, _now())
+
+    def _let_go(self, gone_elsewhere: Iterable[str]) -> None:
+        """Let what these sessions have be taken before what any other one wishes for."""
+        for session in gone_elsewhere:
+            self._soft.released(session)
 
     def _tell_left(self) -> None:
         """Tell where a gateway's sessions were left, now that the store has all that will be of

@@ -45,15 +45,18 @@ class WorkerReports:
 
     # -- load ----------------------------------------------------------------------------------
 
-    def arrived(self, request: Any) -> None:
-        """Report a request that is here and waits, ours or not; also one that lost its blocks."""
-        if self._handler is not None:
-            self._filling[request.request_id] = request
-            self._handler.arrived(request.request_id, request.num_tokens)
+    def arrived(self, request: Any) -> Sequence[str]:
+        """Report a request that is here and waits, ours or not; also one that lost its blocks.
+        Return the sessions that went elsewhere since the last report."""
+        if self._handler is None:
+            return ()
+        self._filling[request.request_id] = request
+        self._handler.arrived(request.request_id, request.num_tokens)
+        return self._handler.released()
 
     def stepped(self, scheduled: Mapping[str, int]) -> Sequence[str]:
         """Report a step that computes so many tokens of each request; return the sessions that went
-        elsewhere since the last one."""
+        elsewhere since the last report."""
         handler, pool = self._handler, self._pool
         if handler is None or pool is None:
             return ()
