@@ -28,8 +28,8 @@ def settings_of_a_run(prior: WorkloadFacts) -> tuple[Settings, Settings]:
     """What a run began with and what it ended with."""
     wanted = setup(kv_bytes=1 << 33)
     built = build(WorkloadDriver.of(TRACE, wanted.shape), wanted, BaselineParts(prior=prior))
-    first = built.fleet.router.settings
-    return first, run(built).router.settings
+    first = built.fleet.gateways[0].router.settings
+    return first, run(built).gateways[0].router.settings
 
 
 def test_runs_that_begin_with_other_facts_come_to_decide_by_the_same() -> None:
@@ -42,5 +42,7 @@ def test_runs_that_begin_with_other_facts_come_to_decide_by_the_same() -> None:
 
 def test_what_is_given_by_hand_is_not_learnt() -> None:
     wanted = setup(hot_ms=7.0, cool_s=3.0)
-    settings = run(build(WorkloadDriver.of(TRACE, wanted.shape), wanted)).router.settings
+    settings = (
+        run(build(WorkloadDriver.of(TRACE, wanted.shape), wanted)).gateways[0].router.settings
+    )
     assert (settings.hot_ms, settings.cool_s) == (7.0, 3.0)

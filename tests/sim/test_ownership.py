@@ -270,7 +270,7 @@ def test_a_worker_where_a_turn_of_the_session_is_keeps_it() -> None:
     assert source.has_turn_of(S)
     owned = fleet.ownership.standing(S, source.unit, heap.now)
     assert owned is not None
-    fleet.claims.ask(AskRelease(S, source.unit, owned.epoch, other.unit), heap.now)
+    fleet.gateways[0].claims.ask(AskRelease(S, source.unit, owned.epoch, other.unit), heap.now)
     heap.run(until_s=heap.now + SETTLED_S)
     assert fleet.ownership.standing(S, source.unit, heap.now) == owned
     assert source.cache.sessions.get(S) is not None

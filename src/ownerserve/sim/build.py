@@ -33,6 +33,7 @@ from ownerserve.sim.engine.engine import SimEngine
 from ownerserve.sim.engine.pace import Pace, load_pace, load_pace_file
 from ownerserve.sim.fleet.admission import SimAdmissionQueue
 from ownerserve.sim.fleet.fleet import SimFleet
+from ownerserve.sim.fleet.gateway import SimGateway
 from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.fleet.told import ResidencyNews
 from ownerserve.sim.injector import Injector
@@ -120,24 +121,28 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     _check_abilities(setup, geometry.spec, workload.block_tokens)
     speed = speed_of(pace, geometry, setup.links)
     settings = settings_of(setup, speed, parts.prior)
-    policy = _policy(setup, settings, parts)
-    learning = parts.learning(spilled_to=_spilled_to(setup))
-    router = RouterState(policy, settings=settings, learning=learning)
+    policies = [_policy(setup, settings, parts) for _ in range(setup.gateways)]
+    routers = [
+        RouterState(
+            policy, settings=settings, learning=parts.learning(spilled_to=_spilled_to(setup))
+        )
+        for policy in policies
+    ]
     make_transfers = parts.transfers or partial(_transfers, setup.links)
     transfers = make_transfers(heap, setup.transfer_s)
     ownership = SimOwnership(heap, delay_s=setup.directory_ms / 1000.0)
-    fleet = SimFleet(heap, workload, router, ownership=ownership, transfers=transfers)
-    if setup.news_ms is not None:
-        fleet.news = ResidencyNews(heap, router.handle, delay_s=setup.news_ms / 1000.0)
+    fleet = SimFleet(heap, workload, routers, ownership=ownership, transfers=transfers)
+    for number, gateway in enumerate(fleet.gateways):
+        _wire(gateway, setup, heap, number)
     if setup.oracle in PARTS:
         knows = PARTS[setup.oracle]
-        fleet.foresight = Foresight(workload, fleet.workers, router, knows=knows)
+        fleet.foresight = Foresight(
+            workload, fleet.workers, lambda turn: fleet.gateway_of(turn).router, knows=knows
+        )
         if knows.next_use:
             order = partial(NextUse, fleet.foresight.next_s)
             parts = msgspec.structs.replace(parts, order=order)
     nodes = NodeMaker(setup, pace, model, heap=heap)
-    if setup.seats is not None or setup.queue.running_max is not None:
-        fleet.admission = SimAdmissionQueue(heap, _queue(setup, router), router.sessions)
     make = _machines(setup, pace, nodes, parts)
     for index in range(setup.workers):
         nic = linked(f"w{index} nic", _medium(setup.links.nic_gb_s, setup.links.nic_ms), heap)
@@ -145,11 +150,23 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
             index, heap, make, nic=nic, unit_tokens=workload.block_tokens, listener=fleet
         )
         fleet.join(worker, _profile(setup, worker, pace, speed), heap.now)
-    action = unmet(policy, router.fleet.candidates(None))
+    action = unmet(policies[0], routers[0].fleet.candidates(None))
     if action is not None:
         raise lacking(setup.policy, action, setup.workers)
     Injector(heap, fleet, nodes.disks).plan(setup.faults)
     return Built(heap, fleet, pace, nodes)
+
+
+def _wire(gateway: SimGateway, setup: SimSetup, heap: Heap, number: int) -> None:
+    """Give the gateway its lines to the workers and its queue; of several each probes at other
+    instants, as they have begun."""
+    router = gateway.router
+    if setup.news_ms is not None:
+        gateway.news = ResidencyNews(heap, router.handle, delay_s=setup.news_ms / 1000.0)
+    if setup.seats is not None or setup.queue.running_max is not None:
+        gateway.admission = SimAdmissionQueue(heap, _queue(setup, router), router.sessions)
+    if setup.gateways > 1:
+        gateway.probe(setup.probe_s * (number + 1) / setup.gateways, setup.probe_s)
 
 
 def _queue(setup: SimSetup, router: RouterState) -> AdmissionQueue:

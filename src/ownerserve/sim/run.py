@@ -77,7 +77,7 @@ def finish(built: Built, setup: SimSetup, samples: Samples, trace: Trace) -> Res
     run = Run(
         gpus=setup.workers * built.pace.gpus,
         workers=setup.workers,
-        hot_ms=fleet.router.settings.hot_ms,
+        hot_ms=fleet.gateways[0].router.settings.hot_ms,
         trace_span_s=trace_span_s(trace),
     )
     metrics = summarise(fleet.rows, fleet.counters, samples, run)

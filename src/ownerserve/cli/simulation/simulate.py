@@ -80,6 +80,13 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     help="Of the workers, those that only prefill. 0: half of them, for policies that split.",
 )
 @click.option(
+    "--gateways",
+    type=click.IntRange(1, 1000),
+    default=1,
+    show_default=True,
+    help="Among which sessions are shared out; of the others' turns each knows what workers say.",
+)
+@click.option(
     "--pace",
     default="qwen3-30b-a3b@h200",
     show_default=True,
@@ -239,6 +246,7 @@ def _setup(policy: str, given: dict[str, Any]) -> SimSetup:
         policy=policy,
         workers=workers,
         prefill_workers=prefill if policy in PD else 0,
+        gateways=given["gateways"],
         pace=given["pace"],
         kv_bytes=_size(given, "kv"),
         cache_policy=given["evict"],

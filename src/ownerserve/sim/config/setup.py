@@ -64,6 +64,9 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     policy            where turns run: a router policy (POLICIES)
     workers           routing units; of these `prefill_workers` only prefill (PD)
+    gateways          among which sessions are shared out, each with a router, a queue and seats of
+                      its own; of the others' turns they know what workers say
+    probe_s           how often each of several asks every worker for its load
     pace              model@gpu of a shipped pace (sim.engine.pace), or a file of one's own
     kv_bytes          device memory for state of a worker; 0: what the pace's GPUs have
     step_factors      by how much longer than the pace says a worker's steps take, by worker in
@@ -89,6 +92,8 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "ownerserve"
     workers: int = 8
     prefill_workers: int = 0
+    gateways: int = 1
+    probe_s: float = 1.0
     pace: str = "qwen3-30b-a3b@h200"
     kv_bytes: int = 0
     step_factors: tuple[float, ...] = (1.0,)
@@ -128,14 +133,14 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.prefill_workers} of {self.workers} workers",
                 "leave one that decodes",
             )
-        for field in ("workers", "step_tokens", "running", "longest_fold"):
+        for field in ("workers", "gateways", "step_tokens", "running", "longest_fold"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
         if not self.step_factors or not all(0.0 < one < inf for one in self.step_factors):
             raise InvalidInput("step_factors", f"{self.step_factors}", "use one or more above 0")
         if not 0.0 <= self.links.switch_gb_s < inf:
             raise InvalidInput("switch_gb_s", f"{self.links.switch_gb_s}", "use 0 or more")
-        for field in ("transfer_s", "sample_s"):
+        for field in ("transfer_s", "sample_s", "probe_s"):
             if getattr(self, field) <= 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")
         if self.news_ms is not None and not 0 <= self.news_ms < inf:

@@ -16,8 +16,9 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit, execution_mode
 from ownerserve.node.vocabulary.chains import KnownSessions, Plain
 from ownerserve.router.messages import Dispatch
-from ownerserve.router.state import RouterState
+from ownerserve.router.worker import Worker
 from ownerserve.sim.engine.sequence import SimSequence
+from ownerserve.sim.fleet.gateway import SimGateway
 from ownerserve.sim.metrics.counters import FleetCounters, Migration
 from ownerserve.sim.metrics.rows import NO_WORKER, TurnRow
 from ownerserve.sim.timeline.turns import UNIT_BYTES, SimTurn
@@ -32,6 +33,7 @@ class LiveTurn(msgspec.Struct, gc=False, eq=False):
     dispatch: Dispatch
     worker: SimWorker
     sequence: SimSequence
+    gateway: SimGateway
     has_begun: bool = False
     mode: ExecutionMode | None = None
     brought_bytes: int = 0
@@ -46,15 +48,12 @@ class ConversationState(msgspec.Struct, gc=False):
 
 
 class Accounts:
-    """The accounts fill the rows of turns and count moves. The router's T_hot, as it is in force,
-    tells an avoidable duplicate from a needed one."""
+    """The accounts fill the rows of turns and count moves. The T_hot of a turn's router, as it is
+    in force, tells an avoidable duplicate from a needed one."""
 
-    def __init__(
-        self, workers: Listed[SimWorker], counters: FleetCounters, router: RouterState
-    ) -> None:
+    def __init__(self, workers: Listed[SimWorker], counters: FleetCounters) -> None:
         self._workers = workers
         self._counters = counters
-        self._router = router
         self._conversations: dict[SessionId, ConversationState] = {}
         self._known = KnownSessions(1, limit=sys.maxsize)
 
@@ -126,7 +125,7 @@ class Accounts:
                     known.served_by.discard(index)
                 count = min(round((units - before_units) * unit_bytes), row.placed_bytes)
                 row.duplicate_bytes = max(row.duplicate_bytes, count)
-            if row.duplicate_bytes and row.owner_wait_ms <= self._router.settings.hot_ms:
+            if row.duplicate_bytes and row.owner_wait_ms <= live.gateway.router.settings.hot_ms:
                 row.avoidable_bytes = row.duplicate_bytes
         known.served_by.add(here.index)
         full = turn.prompt_tokens // unit
@@ -146,11 +145,14 @@ class Accounts:
         """Book a session's move: a source that lets it go keeps nothing for it."""
         source = live.dispatch.decision.source
         assert source is not None and source.worker is not None, "a migration comes from somewhere"
-        holder = self._workers[source.worker.order]
+        holder = self._at(source.worker)
         known = self._conversations.get(live.turn.name)
         if known is not None and released == holder.unit:
             known.served_by.discard(holder.index)
         self._note_move(live, completed=1, now=now)
+
+    def _at(self, worker: Worker) -> SimWorker:
+        return next(one for one in self._workers if one.name == worker.id)
 
     def gave_up(self, live: LiveTurn, now: float) -> None:
         """Book a move that has come to nothing: its state stays where it was, and the turn is
@@ -164,7 +166,7 @@ class Accounts:
         moved = Migration(
             session=live.turn.session,
             conversation=live.turn.name,
-            source=source.worker.order,
+            source=self._at(source.worker).index,
             target=live.worker.index,
             decided_s=live.decided_s,
             landed_s=live.landed_s,

@@ -1,7 +1,8 @@
-"""A simulated fleet has one router, its workers, a workload, and a directory, on one heap.
+"""A simulated fleet has gateways, workers, a workload, and a directory, on one heap.
 
-Owns the turns that are live. Every choice is RouterState's; what is chosen is performed here with
-modelled workers and transfers, and what comes of it goes back as the events a gateway would send.
+Owns the turns that are live. Sessions are spread over the gateways, each with all of its turns, as
+by a balancer that goes by session. Every choice is RouterState's; what is chosen is performed here
+with modelled workers and transfers, and what comes of it goes back as the events a gateway sends.
 
     released -> Arrive -> Dispatch -> (bring | prefill elsewhere) -> worker -> FirstByte -> Done
                    |                      ^                             |          `-----> Broken
@@ -12,6 +13,7 @@ Every released turn ends in exactly one row: served, refused or failed (invarian
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +21,8 @@ import msgspec
 
 from ownerserve.directory.owner.state import SessionTip
 from ownerserve.kv.errors import InvariantViolated
-from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Tier, UnservedReason
-from ownerserve.router.entry.queue import AdmissionQueue
 from ownerserve.router.entry.terms import refilled_ms
 from ownerserve.router.messages import (
     Answer,
@@ -30,15 +31,12 @@ from ownerserve.router.messages import (
     Broken,
     Dispatch,
     Done,
-    Down,
     Failed,
     Failure,
     FirstByte,
     LetGo,
     Refuse,
     Reported,
-    WorkerDown,
-    WorkerUp,
 )
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
@@ -46,10 +44,8 @@ from ownerserve.router.worker import Profile, Worker
 from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.fleet import gauge
 from ownerserve.sim.fleet.accounts import Accounts, LiveTurn
-from ownerserve.sim.fleet.admission import SimAdmissionQueue
-from ownerserve.sim.fleet.claims import Claims
+from ownerserve.sim.fleet.gateway import SimGateway
 from ownerserve.sim.fleet.ownership import SimOwnership
-from ownerserve.sim.fleet.told import ResidencyNews
 from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.rows import NO_WORKER, Rows, TurnRow
 from ownerserve.sim.oracle.horizon import Foresight
@@ -79,7 +75,7 @@ class SimFleet:
         self,
         heap: Heap,
         workload: WorkloadDriver,
-        router: RouterState,
+        routers: Sequence[RouterState],
         *,
         ownership: SimOwnership,
         transfers: Transfers,
@@ -88,17 +84,16 @@ class SimFleet:
         self.counters = FleetCounters()
         self.workers: list[SimWorker] = []
         self.ownership = ownership
-        self.claims = Claims(heap, router, ownership, workers=self.workers)
-        self.admission = SimAdmissionQueue(heap, AdmissionQueue(None), router.sessions)
+        self.gateways = [
+            SimGateway(heap, router, ownership, workers=self.workers) for router in routers
+        ]
         self.foresight: Foresight | None = None
         """An oracle that is told what turns do, and knows when they come back."""
-        self.news: ResidencyNews | None = None
-        """What carries to the router what workers say that they hold; None: it hears no word."""
-        self.router = router
         self._heap = heap
         self._workload = workload
         self._transfers = transfers
-        self._accounts = Accounts(self.workers, self.counters, router)
+        self._named: dict[WorkerId, SimWorker] = {}
+        self._accounts = Accounts(self.workers, self.counters)
         self._live: dict[TurnId, LiveTurn] = {}
         self._apart: dict[TurnId, LiveTurn] = {}
         self._coming = 0  # releases on the heap
@@ -111,26 +106,26 @@ class SimFleet:
     @property
     def is_busy(self) -> bool:
         """Whether a turn is live or will be released."""
-        return self._coming > 0 or bool(self._live) or len(self.admission) > 0
+        return self._coming > 0 or bool(self._live) or self._waits()
 
     def join(self, worker: SimWorker, profile: Profile | None, now: float) -> None:
-        """Tell the router and the directory that a worker is up. `profile` None: as in its former
+        """Tell gateways and the directory that a worker is up. `profile` None: as in its former
         life."""
         if worker.index == len(self.workers):
             self.workers.append(worker)
-        up = WorkerUp(worker.name, incarnation=worker.incarnation, profile=profile)
-        self.router.handle(up, now)
+            self._named[worker.name] = worker
+        for gateway in self.gateways:
+            gateway.up(worker, profile, now)
         self.ownership.lives(worker.unit, now)
-        if self.news is not None:
-            self.news.join(worker)
 
     def down(self, worker: SimWorker, now: float) -> None:
         """Let a worker die.
 
-        Its connections break, so the gateway knows at once: what it had not begun to answer is
+        Its connections break, so that gateways know at once: what it had not begun to answer is
         tried elsewhere, what it had begun has failed.
         """
-        self.router.handle(WorkerDown(worker.name, Down.UNREACHABLE), now)
+        for gateway in self.gateways:
+            gateway.down(worker, now)
         self.ownership.silent(worker.unit)
         worker.crash(now)
         self._transfers.room_at(worker, now)  # nobody waits for room at the dead
@@ -146,6 +141,13 @@ class SimFleet:
         self._coming += len(releases)
         self._heap.begin_with([(when_s, partial(self._release, key)) for when_s, key in releases])
 
+    def gateway_of(self, turn: SimTurn) -> SimGateway:
+        """Return the gateway to which the turn's session comes, sub-agents and all."""
+        return self.gateways[turn.session % len(self.gateways)]
+
+    def _waits(self) -> bool:
+        return any(len(gateway.admission) for gateway in self.gateways)
+
     # -- a turn's way in ------------------------------------------------------------------------
 
     def _release_all(self, releases: list[tuple[float, Any]]) -> None:
@@ -156,15 +158,17 @@ class SimFleet:
 
     def _release(self, key: Any, now: float) -> None:
         turn = self._workload.turn(key, now)
-        if self.claims.is_stranger(turn.name):
-            self.claims.look_up(turn.name, partial(self._enter, turn), now)
+        claims = self.gateway_of(turn).claims
+        if claims.is_stranger(turn.name):
+            claims.look_up(turn.name, partial(self._enter, turn), now)
         else:
             self._enter(turn, now)
 
     def _enter(self, turn: SimTurn, now: float) -> None:
         self._coming -= 1
         self.counters.turns_released += 1
-        self.admission.enter(turn, self._arrive, self._turned_away, now=now)
+        admission = self.gateway_of(turn).admission
+        admission.enter(turn, self._arrive, self._turned_away, now=now)
 
     def _arrive(self, turn: SimTurn, now: float) -> None:
         if self.foresight is not None:
@@ -174,14 +178,17 @@ class SimFleet:
         arrive = Arrive(
             turn.name, turn.prompt_tokens * BYTES_PER_TOKEN, None, turn.parent, shared_bytes
         )
-        owner = self._owner(turn.name)
+        gateway = self.gateway_of(turn)
+        known = gateway.router.sessions.get(turn.name)
+        owner = None if known is None else known.live_home
         if owner is not None:
-            row.owner, row.owner_wait_ms = owner.order, owner.queue_ms
-        outcome = self.router.handle(arrive, now)
+            row.owner, row.owner_wait_ms = self._at(owner).index, owner.queue_ms
+        outcome = gateway.router.handle(arrive, now)
         if isinstance(outcome, Refuse):
             self._refused(turn, row, now)
             return
-        live = LiveTurn(turn, row, outcome, self._at(outcome), self._sequence(turn))
+        worker = self._at(outcome.decision.worker)
+        live = LiveTurn(turn, row, outcome, worker, self._sequence(turn), gateway)
         self._live[live.sequence.turn_id] = live
         if owner is None:
             row.owner_wait_ms = outcome.decision.worker.queue_ms
@@ -192,12 +199,8 @@ class SimFleet:
             self.foresight.arrived(turn, now)
         self._refused(turn, _row_of(turn, now), now)
 
-    def _owner(self, session: SessionId) -> Worker | None:
-        known = self.router.sessions.get(session)
-        return None if known is None else known.live_home
-
-    def _at(self, dispatch: Dispatch) -> SimWorker:
-        return self.workers[dispatch.decision.worker.order]
+    def _at(self, worker: Worker) -> SimWorker:
+        return self._named[worker.id]
 
     def _sequence(self, turn: SimTurn) -> SimSequence:
         return sequence_of(turn, self._workload.block_tokens)
@@ -211,13 +214,13 @@ class SimFleet:
             self.foresight.runs_at(turn, live.worker)
         source = None if decision.source is None else decision.source.worker
         if decision.prefill is not None:
-            prefiller = self.workers[decision.prefill.order]
+            prefiller = self._at(decision.prefill)
             live.row.prefill_worker = prefiller.index
             part = _prefill_of(live.sequence)
             self._apart[part.turn_id] = live
             prefiller.submit(part, now)
         elif decision.action in _BRINGING and source is not None and source is not decision.worker:
-            holder = self.workers[source.order]
+            holder = self._at(source)
             then = partial(self._brought, live)
             self._transfers.bring(holder, live.worker, live.sequence.prompt, then=then, now=now)
         else:
@@ -226,7 +229,7 @@ class SimFleet:
     def _submit(self, live: LiveTurn, now: float) -> None:
         """Hand the turn to the worker that is to answer it."""
         turn, worker = live.turn, live.worker
-        epoch = self.claims.epoch_of(turn.name)
+        epoch = live.gateway.claims.epoch_of(turn.name)
         self.ownership.came(turn.name, worker.unit, parent=turn.parent, epoch=epoch, now=now)
         worker.submit(live.sequence, now)
 
@@ -265,10 +268,11 @@ class SimFleet:
             return  # the prefill part of a turn that decodes elsewhere
         live.has_begun = True
         status = gauge.status(live.worker, now)
-        moved = self.router.handle(FirstByte(live.dispatch.receipt, status), now)
+        gateway = live.gateway
+        moved = gateway.router.handle(FirstByte(live.dispatch.receipt, status), now)
         if isinstance(moved, LetGo):
-            self.claims.let_go(moved, now)
-        self.claims.began(live.turn.name, live.worker.unit, now)
+            gateway.claims.let_go(moved, now)
+        gateway.claims.began(live.turn.name, live.worker.unit, now)
         self._report(live, now)
 
     def _report(self, live: LiveTurn, now: float) -> None:
@@ -277,7 +281,7 @@ class SimFleet:
         if session is not None and full:
             tip, unit = _tip(live.sequence, full), live.worker.unit
             said = Reported(unit, Tier.DEVICE, tip.prefix_hash, tip.tokens, session)
-            self.router.handle(said, now)
+            live.gateway.router.handle(said, now)
 
     def _left(self, live: LiveTurn, now: float) -> None:
         """Tell of ownership what the worker and the gateway tell when a turn is complete."""
@@ -299,15 +303,16 @@ class SimFleet:
         self._left(live, now)
         self._accounts.served(live, now)
         usage = Usage(turn.prompt_tokens, turn.output_tokens, row.cached_tokens)
-        known = self.router.sessions.get(turn.name)
+        gateway = live.gateway
+        known = gateway.router.sessions.get(turn.name)
         lost_ms = refilled_ms(usage, known, live.dispatch.decision.worker)
-        self.admission.answered(now - row.first_token_s, lost_ms / 1000.0)
+        gateway.admission.answered(now - row.first_token_s, lost_ms / 1000.0)
         done = Done(live.dispatch.receipt, usage, status=gauge.status(live.worker, now))
-        wanted = self.router.handle(done, now)
+        wanted = gateway.router.handle(done, now)
         source = None
         if isinstance(wanted, AskRelease):
             source = wanted.source
-            self.claims.ask(wanted, now)
+            gateway.claims.ask(wanted, now)
         self._accounts.left(live, now, released=source)
         self.rows.add(row)
         self._over(turn, self._workload.finished(turn, now), now)
@@ -359,19 +364,21 @@ class SimFleet:
     def _lost(self, live: LiveTurn, now: float, *, reason: UnservedReason) -> None:
         """Try another worker while nothing has reached the client; else the turn has failed."""
         turn, row, receipt = live.turn, live.row, live.dispatch.receipt
+        gateway, router = live.gateway, live.gateway.router
         del self._live[live.sequence.turn_id]
         outcome: Dispatch | Refuse | None = None
         if reason is UnservedReason.TOO_LONG:  # a client's error: nobody else is asked
-            self.router.handle(FirstByte(receipt, None, Answer.ERROR), now)
-            self.router.handle(Done(receipt), now)
+            router.handle(FirstByte(receipt, None, Answer.ERROR), now)
+            router.handle(Done(receipt), now)
         elif live.has_begun:
-            self.router.handle(Broken(receipt), now)
+            router.handle(Broken(receipt), now)
         else:
             died = reason is UnservedReason.ENGINE_ERROR
             failure = Failure.CLOSED if died else Failure.REFUSED
-            outcome = self.router.handle(Failed(receipt, failure), now)
+            outcome = router.handle(Failed(receipt, failure), now)
         if isinstance(outcome, Dispatch):
-            again = LiveTurn(turn, row, outcome, self._at(outcome), self._sequence(turn))
+            worker = self._at(outcome.decision.worker)
+            again = LiveTurn(turn, row, outcome, worker, self._sequence(turn), gateway)
             row.attempts, row.prefill_worker = outcome.attempt, NO_WORKER
             self._live[again.sequence.turn_id] = again
             self._place(again, now)
@@ -401,7 +408,7 @@ class SimFleet:
             self.counters.completed.append(turn.session)
         if turn.is_last:
             self._accounts.ended(turn.name)
-        self.admission.ended(turn, now)
+        self.gateway_of(turn).admission.ended(turn, now)
         self._release_all(releases)
         if not self.is_busy:
             self._heap.stop()
@@ -418,11 +425,13 @@ class SimFleet:
         released, ended, live = self.counters.turns_released, len(self.rows), len(self._live)
         if released != ended + live:
             raise InvariantViolated(f"invariant 3: {released} released, {ended} ended, {live} live")
-        if self.router.live != live:
-            raise InvariantViolated(f"invariant 3: {live} live, the router has {self.router.live}")
+        routed = sum(gateway.router.live for gateway in self.gateways)
+        if routed != live:
+            raise InvariantViolated(f"invariant 3: {live} live, the routers have {routed}")
         if not all(other.sequence.turn_id in self._live for other in self._apart.values()):
             raise InvariantViolated("invariant 3: a prompt is computed for a turn that has ended")
-        self.router.check()
+        for gateway in self.gateways:
+            gateway.router.check()
         for worker in self.workers:
             worker.check()
         self.ownership.check(self._heap.now)

@@ -13,7 +13,7 @@ what comes when, and the rule plans for one device at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import ClassVar
 
@@ -81,21 +81,22 @@ class Foresight:
         self,
         workload: WorkloadDriver,
         workers: Sequence[SimWorker],
-        router: RouterState,
+        router_of: Callable[[SimTurn], RouterState],
         *,
         knows: Knows,
     ) -> None:
         self.next_s: dict[str, float] = {}
         self._workload = workload
         self._workers = workers
-        self._router = router
+        self._router_of = router_of
         self._knows = knows
 
     def arrived(self, turn: SimTurn, now: float) -> None:
         """Note that a turn arrived: its state is wanted now, and the router is told where it
         lies."""
         self.next_s[turn.name] = NOW
-        session = self._router.sessions.get(turn.name)
+        router = self._router_of(turn)
+        session = router.sessions.get(turn.name)
         prefix = None if session is None else session.prefix
         if prefix is None or prefix.hash is None or not self._knows.residents:
             return
@@ -104,7 +105,7 @@ class Foresight:
             told: Reported | Gone = Gone(worker.unit, Tier.DEVICE, prefix.hash)
             if tokens:
                 told = Reported(worker.unit, Tier.DEVICE, prefix.hash, tokens)
-            self._router.handle(told, now)
+            router.handle(told, now)
 
     def runs_at(self, turn: SimTurn, worker: SimWorker) -> None:
         """Drop a session where it will not come back to: an oracle knows that too."""
