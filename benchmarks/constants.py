@@ -93,8 +93,8 @@ VARIANTS = {
     "learnt": BaselineParts(),
     "fixed": BaselineParts(prior=RECORDED, learning=_Never),
     "learnt x0.1": BaselineParts(learning=_times(0.1)),
-    "learnt x0.3": BaselineParts(learning=_times(0.3)),
     "learnt x3": BaselineParts(learning=_times(3.0)),
+    "learnt x5": BaselineParts(learning=_times(5.0)),
 }
 
 Name: TypeAlias = tuple[str, str, int, str]
@@ -182,8 +182,8 @@ def tables(cells: Sequence[Cell]) -> Iterator[Table]:
     """Yield a table a family and load: each variant's ratio to what is learnt."""
     for family, load in sorted({(one.family, one.load) for one in cells}):
         table = Table("", *SHOWN, title=f"{family}, {load} the knee, beside what is learnt")
-        draws = sorted({one.draw for one in cells if (one.family, one.load) == (family, load)})
         by_name = {one.name: one.metrics for one in cells}
+        draws = sorted({one.draw for one in cells if (one.family, one.load) == (family, load)})
         for variant in VARIANTS:
             row = []
             for key in SHOWN.values():
