@@ -11,11 +11,11 @@ import pytest
 
 from ownerserve.directory.messages import SessionIs
 from ownerserve.directory.rules import TierCode
-from ownerserve.engines.vllm.plugin import ask as ask_worker
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.rpc import Released, ReleaseSession, Status, StatusIs
 from tests.support.vllm import connectors, tiny
+from tests.support.vllm.asking import ask as ask_worker
 from tests.support.vllm.ownerships import Directory, directory_process
 from tests.support.vllm.rig import Rig
 from tests.support.vllm.serving import WarmServers

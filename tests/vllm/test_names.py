@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 
-from ownerserve.engines.vllm.plugin import ask
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import TurnLine, session_id_of
 from ownerserve.kv.wire.rpc import Status, StatusIs
 from tests.support.vllm import connectors, tiny
+from tests.support.vllm.asking import ask
 from tests.support.vllm.rig import Rig, next_turn, settle
 from tests.support.vllm.serving import WarmServers, gateway
 

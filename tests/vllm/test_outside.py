@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import zmq
 
-from ownerserve.engines.vllm.plugin import ask
 from ownerserve.kv.prefix import tenant_salt
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Admit, Probe, Reject, Seed, Status, StatusIs
@@ -19,6 +18,7 @@ from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.format.model import Want
 from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.asking import ask
 from tests.support.vllm.rig import Rig, settle
 from tests.support.waits import until
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ownerserve.directory.rules import TierCode
-from ownerserve.engines.vllm.plugin import ask as ask_worker
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.wire.curve import read_fleet_key, write_fleet_key
@@ -17,6 +16,7 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession, Status, StatusIs
 from ownerserve.node.rpc.server import RpcClient
 from tests.support.vllm import connectors, tiny
+from tests.support.vllm.asking import ask as ask_worker
 from tests.support.vllm.fleet import VllmWorker
 from tests.support.vllm.ownerships import Directory, directory_process
 from tests.support.vllm.rig import Rig, next_turn

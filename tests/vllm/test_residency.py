@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import pytest
 
-from ownerserve.engines.vllm.plugin import ask
 from ownerserve.kv.wire.inventory import Has, Page
 from ownerserve.kv.wire.rpc import ListHeld, PageIs
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.service.runtime import WallClock
 from tests.support.vllm import connectors, tiny
+from tests.support.vllm.asking import ask
 from tests.support.vllm.fleet import VllmWorker
 from tests.support.vllm.rig import Rig, next_turn, settle
 from tests.support.waits import until

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from ownerserve.kv.prefix import PrefixChain, pack
+from ownerserve.kv.wire.inventory import Has, decode_page
 from tests.support.vllm import connectors, tiny
 from tests.support.vllm.rig import Rig
 from tests.support.vllm.serving import PROMPT_TOKENS, Agent, Server, WarmServers, gateway
@@ -34,6 +36,14 @@ def on_device(admin: str, worker: Server) -> dict[str, int]:
         for copy in one["copies"]
         if (copy["worker"], copy["tier"]) == (name, "device")
     }
+
+
+def named(worker: Server) -> str:
+    """The digest under which the worker holds the only session on its device."""
+    page = decode_page(httpx.get(f"{worker.url}/ownerserve/inventory", timeout=30).content)
+    assert page is not None
+    [word] = (word for word in page.words if isinstance(word, Has) and word.tier == "device")
+    return word.prefix_hash
 
 
 def last_decision(admin: str) -> dict[str, Any]:
@@ -62,11 +72,12 @@ def test_what_vllm_evicts_changes_what_a_gateway_expects(
         blind = "--news-ms", "none"
         url, deaf = all_.enter_context(gateway([worker.url], tmp_path / "deaf", *blind))
         agent = Agent(url, "a", 1)
-        agent.turn()
-        held = PROMPT_TOKENS // B * B
+        agent.turn(answer_tokens=B + 8)
+        held = (PROMPT_TOKENS + B) // B * B
         until(lambda: on_device(admin, worker), what="the news that a turn left its state")
         [(name, tokens)] = on_device(admin, worker).items()
-        assert held <= tokens <= held + B
+        assert tokens == held
+        assert named(worker) == PrefixChain(B).extend(pack(agent.tokens[:held]))[-1].hex()
         believed = on_device(deaf, worker)
         assert believed[name] >= held, "by the answer of the turn"
         for seed in (7, 8):

@@ -94,6 +94,7 @@ class Server:
         self.app.add_api_route("/health", lambda: {"is": "well"}, methods=["GET"])
         attach_endpoint_plugins(self.app, ("generate",))
         self._client = TestClient(self.app)
+        self._client.__enter__()  # one event loop for all that is asked, as a server has
 
     def init(self, store: Path) -> None:
         """As vLLM does once its arguments are known."""

@@ -11,8 +11,8 @@
     ?rank=1 asks the engine core of a data-parallel rank; the first one answers otherwise
 
 A request asks the engine core's RPC handler (scheduler_side/node_rpc.py) over loopback, found by
-the address that the connector leaves in its store. vLLM's allow-list is for all plug-ins: whoever
-sets it names every other plug-in in use too.
+the address that the connector leaves in its store: one connection for all of them (`CorePort`).
+vLLM's allow-list is for all plug-ins: whoever sets it names every other plug-in in use too.
 
 `AnswerLines` puts the worker's line on vLLM's answers, as ASGI middleware:
 
@@ -39,7 +39,6 @@ from typing import Annotated, Any
 
 import msgspec
 import zmq
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -48,6 +47,7 @@ from ownerserve.engines.vllm.ranks import home_of
 from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE
 from ownerserve.kv.errors import UNREADABLE, InvalidInput
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.wire.framed import AsyncFramedClient
 from ownerserve.kv.wire.headers import (
     ANSWER_HEADER,
     NO_TURN_LINE,
@@ -70,6 +70,8 @@ from ownerserve.kv.wire.rpc import (
     Seed,
     Status,
     StatusIs,
+    decode_answer,
+    encode,
 )
 from ownerserve.kv.wire.status import (
     COUNT_MAX,
@@ -79,7 +81,7 @@ from ownerserve.kv.wire.status import (
     load_statement,
     unit_statement,
 )
-from ownerserve.node.rpc.server import RpcClient
+from ownerserve.node.rpc.server import READ_BYTES_MAX, RpcClient
 
 NO_CONNECTOR = "this vLLM runs without OwnerServe's connector: set --kv-transfer-config"
 NO_ANSWER = "the engine core does not answer: it is starting or gone"
@@ -88,6 +90,9 @@ NO_ANSWER = "the engine core does not answer: it is starting or gone"
 ASK_S = 0.25
 PAUSE_S = 1.0
 """How long a silent engine core is not asked again."""
+
+SILENT_S = 4.0
+"""Longer than the core holds a question for news."""
 
 HEALTH = "/health"
 _TURN, _ANSWER = TURN_HEADER.encode(), ANSWER_HEADER.encode()
@@ -107,7 +112,6 @@ class CoreLine:
     """
 
     def __init__(self, store: Path) -> None:
-        self.home = store
         self._address = store / ADDRESS_FILE
         self._thread = ThreadPoolExecutor(1, "ownerserve-line")
         self._client: RpcClient | None = None
@@ -142,6 +146,42 @@ class CoreLine:
         if self._client is not None:
             self._client.close()
         self._client = None
+
+
+class CorePort:
+    """A `CorePort` asks the engine core whose store this is whatever is asked on our routes, many
+    questions at once, over the one connection owned here: a held one keeps no thread. Used on one
+    event loop."""
+
+    def __init__(self, store: Path) -> None:
+        self._address = store / ADDRESS_FILE
+        self._client: AsyncFramedClient | None = None
+
+    async def ask(self, question: RpcRequest) -> Said:
+        """Return the core's answer. Raises OSError when there is none to ask, TimeoutError when it
+        is silent."""
+        client = self._client
+        if client is None:
+            address = self._address.read_text().strip()
+            client = self._client = AsyncFramedClient(
+                address, key=None, read_bytes_max=READ_BYTES_MAX, unclaimed=_too_late
+            )
+        data = await client.ask(encode(question), within_s=SILENT_S, repeat_s=SILENT_S)
+        if data is None:  # gone: the address is read anew
+            if self._client is client:
+                self.close()
+            raise TimeoutError(NO_ANSWER)
+        return decode_answer(data)
+
+    def close(self) -> None:
+        """End the connection; who waits for an answer gets none."""
+        if self._client is not None:
+            self._client.close()
+        self._client = None
+
+
+def _too_late(data: bytes) -> None:
+    """Nobody waits for this answer any more, and it promises nothing."""
 
 
 class AnswerLines:
@@ -251,6 +291,7 @@ class OwnerServeEndpoints:
 
     def __init__(self) -> None:
         self._cores: dict[int, CoreLine] = {}
+        self._ports: dict[int, CorePort] = {}
         self._state: Any = None
         self._ranks = RanksStatement(data_parallel=1, pipeline=1, tensor=1)
 
@@ -265,8 +306,10 @@ class OwnerServeEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Remember where this engine's store is, and who knows which models it serves."""
         self._state, self._ranks = state, RanksStatement.of(args)
-        for former in self._cores.values():
-            former.close()
+        for line in self._cores.values():
+            line.close()
+        for port in self._ports.values():
+            port.close()
         transfer = getattr(args, "kv_transfer_config", None)
         extra = extra_of(
             getattr(transfer, "kv_connector", None),
@@ -274,7 +317,9 @@ class OwnerServeEndpoints:
         )
         if extra is not None and "store" in extra:
             store = Path(extra["store"])
-            self._cores = {rank: CoreLine(home_of(store, rank)) for rank in ranks_behind(args)}
+            homes = {rank: home_of(store, rank) for rank in ranks_behind(args)}
+            self._cores = {rank: CoreLine(home) for rank, home in homes.items()}
+            self._ports = {rank: CorePort(home) for rank, home in homes.items()}
 
     def _core_of(self, scope: Any) -> CoreLine | None:
         """Return the engine core that serves a turn: the only one, or that of the rank that the
@@ -324,15 +369,15 @@ class OwnerServeEndpoints:
 
     async def _asked(self, question: RpcRequest, request: Request) -> Response:
         """Ask the engine core of the data-parallel rank in the query, by default the first."""
-        if not self._cores:
+        if not self._ports:
             return _json(503, {"error": NO_CONNECTOR})
-        named = request.query_params.get("rank", str(min(self._cores)))
-        core = self._cores.get(int(named)) if _is_number(named) else None
-        if core is None:
-            known = ", ".join(map(str, self._cores))
+        named = request.query_params.get("rank", str(min(self._ports)))
+        port = self._ports.get(int(named)) if _is_number(named) else None
+        if port is None:
+            known = ", ".join(map(str, self._ports))
             return _json(400, {"error": f"rank: {named!r} is not served here; use one of {known}"})
         try:
-            answer = await run_in_threadpool(ask, core.home, question)
+            answer = await port.ask(question)
         except (TimeoutError, OSError):
             return _json(503, {"error": NO_ANSWER})
         if isinstance(answer, Reject):
@@ -356,16 +401,6 @@ def ranks_behind(args: Namespace) -> range:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 19
-
-
-def ask(store: Path, request: RpcRequest) -> Said:
-    """Ask the engine core whose store this is and return its answer. Raises OSError when none
-    answers, TimeoutError when it is silent."""
-    client = RpcClient((store / ADDRESS_FILE).read_text().strip())
-    try:
-        return client.ask(request)
-    finally:
-        client.close()
 
 
 def _status(
