@@ -9,9 +9,9 @@ ONE_MAX in the window on its turns share the weight of so many, so that it does 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from operator import mul, sub
+from operator import mul
 from typing import NamedTuple
 
 from ownerserve.kv.ids import SessionId
@@ -33,44 +33,59 @@ class EndedTurn(NamedTuple):
     batch: int
 
 
+class _Seen(NamedTuple):
+    """A seen turn is what the window keeps of one that ended; `reused_tokens` of its prompt an
+    earlier turn had left: never all of it, the last token is always new."""
+
+    session: SessionId | None
+    prompt_tokens: int
+    context_tokens: int
+    reused_tokens: int
+    new_tokens: int
+    batch: int
+
+
 class WorkloadWindow:
     """The window holds the last TURNS_KEPT turns of a fleet."""
 
     def __init__(self) -> None:
-        self._turns: deque[EndedTurn] = deque(maxlen=TURNS_KEPT)
+        self._turns: deque[_Seen] = deque()
+        self._counts: dict[SessionId | None, int] = {}
+        """How many turns of each session are in the window."""
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def took(self, turn: EndedTurn) -> None:
         """Take in a turn, in place of the oldest where the window is full."""
-        self._turns.append(turn)
+        counts, prompt = self._counts, turn.prompt_tokens
+        reused, context = min(turn.known_tokens, max(prompt - 1, 0)), prompt + turn.output_tokens
+        self._turns.append(
+            _Seen(turn.session, prompt, context, reused, prompt - reused, turn.batch)
+        )
+        counts[turn.session] = counts.get(turn.session, 0) + 1
+        if len(self._turns) > TURNS_KEPT:
+            oldest = self._turns.popleft().session
+            counts[oldest] -= 1
+            if not counts[oldest]:
+                del counts[oldest]
 
     def facts(self) -> WorkloadFacts:
         """Return what the sessions look like. Raises ValueError where no turn is known."""
-        turns = self._turns
-        if not turns:
+        if not self._turns:
             raise ValueError("no turn has ended: there are no facts")
-        counts = Counter([turn.session for turn in turns])
-        shares = [min(1.0, ONE_MAX / counts[turn.session]) for turn in turns]
-        reused = [_reused(turn) for turn in turns]
-        prompts = [turn.prompt_tokens for turn in turns]
-        contexts = sorted(
-            zip([one.prompt_tokens + one.output_tokens for one in turns], shares, strict=True)
-        )
-        additions = sorted(zip(map(sub, prompts, reused), shares, strict=True))
+        sessions, prompts, contexts, reused, new, batches = zip(*self._turns, strict=True)
+        share_of = {name: min(1.0, ONE_MAX / count) for name, count in self._counts.items()}
+        shares = [share_of[name] for name in sessions]
+        context_p50, context_p90 = _quantiles(contexts, shares, (0.5, 0.9))
+        (new_p50,) = _quantiles(new, shares, (0.5,))
         return WorkloadFacts(
-            context_tokens_p50=_quantile(contexts, 0.5),
-            context_tokens_p90=_quantile(contexts, 0.9),
-            addition_tokens_p50=_quantile(additions, 0.5),
+            context_tokens_p50=context_p50,
+            context_tokens_p90=context_p90,
+            addition_tokens_p50=new_p50,
             reuse_share=_weighed(reused, shares) / max(_weighed(prompts, shares), 1.0),
-            decoding=_weighed([turn.batch for turn in turns], shares) / sum(shares),
+            decoding=_weighed(batches, shares) / sum(shares),
         )
-
-
-def _reused(turn: EndedTurn) -> int:
-    """Return how many tokens of the prompt an earlier turn had left; the last is always new."""
-    return min(turn.known_tokens, max(turn.prompt_tokens - 1, 0))
 
 
 def _weighed(values: Sequence[int], shares: Sequence[float]) -> float:
@@ -78,12 +93,19 @@ def _weighed(values: Sequence[int], shares: Sequence[float]) -> float:
     return float(sum(map(mul, values, shares)))
 
 
-def _quantile(values: list[tuple[int, float]], share: float) -> int:
-    """Return the value below or at which `share` of the weight lies; `values`, with their weights,
-    are sorted."""
-    left = share * sum(weight for _, weight in values)
-    for value, weight in values:
-        left -= weight
-        if left <= 0.0:
-            return value
-    return values[-1][0]
+def _quantiles(
+    values: Sequence[int], weights: Sequence[float], parts: Sequence[float]
+) -> list[int]:
+    """Return the values below or at which those `parts` of the weight lie."""
+    ranked, weighed = zip(*sorted(zip(values, weights, strict=True)), strict=True)
+    total, found = sum(weighed), []
+    for part in parts:
+        left = part * total
+        for value, weight in zip(ranked, weighed, strict=True):
+            left -= weight
+            if left <= 0.0:
+                found.append(value)
+                break
+        else:
+            found.append(ranked[-1])
+    return found
