@@ -57,8 +57,7 @@ from ownerserve.node.vocabulary.records import (
     LeadForm,
     RecordNames,
     Tip,
-    ids_of,
-    tip_depth,
+    records_of,
 )
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.model import CostModel, Defaults
@@ -547,7 +546,8 @@ def test_where_a_turn_left_its_session_is_told_once_all_its_copies_are_answered_
     guest.handle(NotKept(last))
     [tip] = left_by(guest)
     copied = {effect.meta.id for effect in effects if isinstance(effect, StoreCopy)}
-    assert (tip.session_id, tip.depth, set(ids_of(guest.state.names, tip))) == (SESSION, 12, copied)
+    assert (tip.session_id, tip.depth) == (SESSION, 12)
+    assert set(records_of(guest.state.names, tip).ids) == copied
     guest.handle(Kept(last))
     assert left_by(guest) == [], "an answer that comes twice tells nothing"
 
@@ -579,8 +579,9 @@ def test_a_tenants_session_is_looked_for_under_its_own_names() -> None:
     effects = guest.keep(guest.handle(Computing(TURN, 0, 200)))
     effects += guest.keep(guest.handle(TurnEnded(TURN, 0, 200, 200)))
     [tip] = left_by(guest)
-    assert set(ids_of(guest.state.names, tip)) == guest.stored.keys()
-    assert tip_depth(guest.state.names, tip, frozenset(guest.stored), can_replay=False).depth == 12
+    assert set(records_of(guest.state.names, tip).ids) == guest.stored.keys()
+    records = records_of(guest.state.names, tip)
+    assert records.depth(frozenset(guest.stored), can_replay=False).depth == 12
 
 
 def test_what_is_given_up_is_waited_for_by_nobody() -> None:

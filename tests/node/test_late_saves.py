@@ -23,7 +23,7 @@ from ownerserve.node.vocabulary.events import (
     TurnEnded,
 )
 from ownerserve.node.vocabulary.operations import Operations
-from ownerserve.node.vocabulary.records import RecordNames, ids_of
+from ownerserve.node.vocabulary.records import RecordNames, records_of
 from ownerserve.plan.swa.checkpoints import TurnEnd
 from tests.support.examples import examples
 
@@ -146,7 +146,7 @@ def test_a_prompt_of_twenty_budgets_is_saved_whole_after_its_turn() -> None:
     assert engine.saves.late.bytes == 0 and not engine.saves.unsaved
     [tip] = engine.saves.left
     stored = {copy.meta.id for copy in engine.stored}
-    assert (tip.depth, set(ids_of(engine.saves.names, tip))) == (len(LONG) // B, stored)
+    assert (tip.depth, set(records_of(engine.saves.names, tip).ids)) == (len(LONG) // B, stored)
 
 
 def test_in_flight_ends_at_the_copy_not_at_the_drive() -> None:
@@ -387,4 +387,4 @@ def test_a_turn_given_up_while_its_step_is_under_way_is_told_as_what_was_copied(
     engine.drain()
     (tip,) = engine.saves.left
     stored = {copy.meta.id for copy in engine.stored}
-    assert set(ids_of(engine.saves.names, tip)) <= stored, "a record that nobody made"
+    assert set(records_of(engine.saves.names, tip).ids) <= stored, "a record that nobody made"

@@ -378,6 +378,18 @@ class Sessions:
         )
 
 
+def restorable_tokens(session: Session | None, layout: Layout) -> int:
+    """Return how many of a session's first tokens a turn could go on from, as `Sessions.status`
+    says; 0 where there is no session."""
+    if session is None or session.node is None:
+        return 0
+    depth = session.depth
+    if layout.point_names:
+        stop = prefix_tree.complete_stop(session.node, depth)
+        depth = 0 if stop is None else stop.depth
+    return depth * layout.block_tokens
+
+
 def _check_install(install: Install, block_bytes: int) -> None:
     """Raise InvalidInput for tokens that are no whole blocks, or a version that no turn made."""
     tail = len(install.open_tokens)
@@ -441,24 +453,28 @@ class Running(msgspec.Struct, eq=False):
 
 
 class ResidentPrefix:
-    """A resident prefix is one whose blocks are all resident, to copy them out. Valid until the
-    cache changes.
+    """A resident prefix is the first `blocks` blocks of a sequence, which are all resident, to copy
+    them out. Valid until the cache changes.
     """
 
-    __slots__ = ("_depth", "_names", "_node")
+    __slots__ = ("_names", "_node", "_row", "blocks")
 
-    def __init__(self, node: Node, depth: int, *, names: tuple[str, ...]) -> None:
-        self._node, self._depth, self._names = node, depth, names
+    def __init__(self, node: Node, blocks: int, *, names: tuple[str, ...]) -> None:
+        self.blocks = blocks
+        self._node, self._names = node, names
+        self._row: list[int] | None = None
 
-    def range_slots(self, first: int) -> tuple[int, ...]:
-        """List the slots of the blocks from `first` on, the same in every range pool."""
-        return tuple(prefix_tree.row(self._node, self._depth)[first:])
+    def range_slots(self, first: int, end: int) -> tuple[int, ...]:
+        """List the slots of blocks [first, end), the same in every range pool."""
+        if self._row is None:
+            self._row = prefix_tree.row(self._node, self.blocks)
+        return tuple(self._row[first:end])
 
-    def point_slots(self) -> dict[str, int] | None:
-        """Return the point state's slots behind the last block, by component; None if any is
-        gone."""
-        stop = prefix_tree.complete_stop(self._node, self._depth)
-        if stop is None or stop.depth != self._depth:
+    def point_slots(self, depth: int) -> dict[str, int] | None:
+        """Return the point state's slots behind the first `depth` blocks, by component; None if any
+        is gone."""
+        stop = prefix_tree.complete_stop(self._node, depth)
+        if stop is None or stop.depth != depth:
             return None
         return stop.point_slots(self._names)
 
@@ -527,10 +543,10 @@ class ResidentState:
         size = self._tree.block_bytes
         return prefix_tree.tokens(session.node, 0, session.depth, block_bytes=size)
 
-    def prefix(self, tokens: Packed, blocks: int) -> ResidentPrefix | None:
-        """Return the first so many blocks of `tokens`; None when some of them are not resident."""
-        node, depth = self._tree.walk(tokens, blocks)
-        return ResidentPrefix(node, blocks, names=self._names) if depth == blocks else None
+    def prefix(self, tokens: Packed) -> ResidentPrefix:
+        """Return the leading blocks of `tokens` that are resident."""
+        node, depth = self._walk(tokens, None)
+        return ResidentPrefix(node, depth, names=self._names)
 
     def reorder(self, session_id: SessionId) -> None:
         """Have the eviction order look again at what the session stands at: it may be worth

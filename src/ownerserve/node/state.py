@@ -133,6 +133,8 @@ class NodeState:
         effects = self._handle(event, now)
         self._tell_copied(now)
         effects += self.residency.to_file()
+        if not effects:
+            return effects
         for effect in effects:
             if isinstance(effect, Start):
                 self._learn(effect.turn_id, now)
@@ -141,6 +143,8 @@ class NodeState:
     def _tell_copied(self, now: float) -> None:
         """Have the store looked at for the tips of sessions all of whose copies were answered
         for."""
+        if not self.idle_spills.over:
+            return
         over, self.idle_spills.over = self.idle_spills.over, []
         size = self.cache.layout.packed_block_bytes
         for batch in over:
@@ -176,18 +180,20 @@ class NodeState:
     def _handle(self, event: Event, now: float) -> list[Effect]:
         restores = self.restores
         match event:
-            case TurnArrived():
-                return self._arrived(event, now)
+            case Tick():
+                return self._tick(now)
             case (
-                RecordsFound()
+                Kept()
+                | Located()
+                | RecordsFound()
+                | NotKept()
                 | Fetched()
                 | NotFetched()
                 | Filled()
-                | Kept()
-                | NotKept()
-                | Located()
             ):
                 return self.operations.complete(event, now)
+            case TurnArrived():
+                return self._arrived(event, now)
             case TurnEnded():
                 self._ended(event, now)
             case TurnGone(turn_id):
@@ -206,8 +212,6 @@ class NodeState:
                     self.residency.all_lost(now)
             case Remembered(tips):
                 self.residency.remembered(tips, now)
-            case Tick():
-                return self._tick(now)
         return []
 
     def _handle_on_device(self, event: Event, now: float) -> list[Effect]:
@@ -282,8 +286,9 @@ class NodeState:
         if not self._has_tiers:
             is_due = self.cache.pressure.is_due or self.on_device.is_due
             return 0.0 if is_due else self.cache.sessions.next_due()
+        if self.on_device.is_due:
+            return 0.0
         instants = (
-            0.0 if self.on_device.is_due else None,
             self.room_queue.next_due(),
             self.restores.next_deadline(),
             self.pressure_relief.next_due(),
@@ -292,7 +297,8 @@ class NodeState:
             self.cache.sessions.next_due(),
             self.residency.next_due(),
         )
-        return min((at for at in instants if at is not None), default=None)
+        known = [at for at in instants if at is not None]
+        return min(known) if known else None
 
     @property
     def is_busy(self) -> bool:

@@ -69,12 +69,14 @@ class Gap(msgspec.Struct, frozen=True):
         """Return P(G > t) and `mean_until` of each t."""
         scale, shift = sqrt(0.5) / self.sigma, self.sigma * sqrt(0.5)
         half, least = 0.5 * exp(self.mu + self.sigma**2 / 2.0), 1e-3 * MIN_GAP_S
-        beyond, until = [], []
-        for t in times_s:
-            x = (log(t if t > least else least) - self.mu) * scale  # 0 has no logarithm
-            share = 0.5 - 0.5 * erf(x)
-            beyond.append(share)
-            until.append(half + half * erf(x - shift) + t * share)
+        mu = self.mu
+        # 0 has no logarithm.
+        xs = [(log(t if t > least else least) - mu) * scale for t in times_s]
+        beyond = [0.5 - 0.5 * erf(x) for x in xs]
+        until = [
+            half + half * erf(x - shift) + t * share
+            for t, x, share in zip(times_s, xs, beyond, strict=True)
+        ]
         return beyond, until
 
     def rounded(self) -> Gap:

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Layout
+from ownerserve.cache.sessions import restorable_tokens
 from ownerserve.directory.rules import Kinds, StateKind, kind_of
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import PrefixHash, SessionId
@@ -44,9 +45,9 @@ from ownerserve.node.vocabulary.records import (
     TIPS_KEPT,
     RecordNames,
     Tip,
-    ids_of,
+    TipRecords,
     is_sound,
-    tip_depth,
+    records_of,
 )
 
 HAS_KEPT = 16_384
@@ -159,7 +160,7 @@ class Inventory:
         if (
             known is not None
             and word.prefix_hash in ("", known.prefix_hash)
-            and replace(word, number=known.number, prefix_hash=known.prefix_hash) == known
+            and (word.tokens, word.kinds, word.tenant) == (known.tokens, known.kinds, known.tenant)
         ):
             return
         self.last += 1
@@ -182,7 +183,7 @@ class Inventory:
             if self._has.pop(key, None) is None:
                 return
             self.last += 1
-            self._gone[key] = word = Lost(self.last, session_id, tier.value)
+            self._gone[key] = word = Lost(self.last, *key)
             self._tell(word)
             if len(self._gone) > self._gone_kept:
                 _, oldest = self._gone.popitem(last=False)
@@ -245,6 +246,9 @@ def kinds_of(layout: Layout, coverage: Coverage) -> Kinds:
 
 LOOKS_IN_FLIGHT = 8
 LOOK_DEADLINE_S = 5.0
+TIPS_NAMED = 256
+"""Tips whose records' names are kept: those that were looked for last, and will be again as their
+records go."""
 CALM_S = 0.2
 """After a loss, before a look: records go in rows."""
 FOUND_LESS = (RestoreOutcome.MISS, RestoreOutcome.NOTHING_STORED)
@@ -285,7 +289,8 @@ class Residency:
         self._tips: OrderedDict[SessionId, Tip] = OrderedDict()
         self._by_end: dict[PrefixHash, set[SessionId]] = {}
         self._due: OrderedDict[SessionId, float] = OrderedDict()  # in the order of their instants
-        self._looking: dict[OperationId, tuple[Tip, float]] = {}
+        self._looking: dict[OperationId, tuple[TipRecords, float]] = {}
+        self._named: OrderedDict[SessionId, TipRecords] = OrderedDict()
         self._in_file: dict[SessionId, int] = {}
         self._to_file: list[Effect] = []
 
@@ -333,7 +338,8 @@ class Residency:
         device."""
         tip = self._tips.pop(session_id, None)
         if tip is not None:
-            self._unindex(tip)
+            self._unindex(session_id, set(tip.ends.values()))
+        self._named.pop(session_id, None)
         self._due.pop(session_id, None)
         for tier in BELOW:
             self._inventory.gone(session_id, tier)
@@ -345,13 +351,14 @@ class Residency:
         """Take the store's answer to a look, and tell it; no effect follows at once."""
         if isinstance(event, Located) and (looked := self._looking.pop(event.operation_id, None)):
             self._operations.end(event.operation_id)
-            tip, _ = looked
-            if self._tips.get(tip.session_id) is not tip:
+            records, _ = looked
+            session_id = records.tip.session_id
+            if self._tips.get(session_id) is not records.tip:
                 return ()  # another one was copied meanwhile, and is looked for
             if not event.held:
-                self._look_at(tip.session_id, now + LOOK_DEADLINE_S)  # it does not answer now
-            elif not self._tell(tip, event.held):
-                self.forget(tip.session_id)
+                self._look_at(session_id, now + LOOK_DEADLINE_S)  # it does not answer now
+            elif not self._tell(records, event.held):
+                self.forget(session_id)
         return ()
 
     def restorable(self, session_id: SessionId) -> int | None:
@@ -360,27 +367,27 @@ class Residency:
         tokens = max(self._inventory.tokens(session_id, tier) for tier in BELOW)
         if tokens or session_id not in self._tips:
             return tokens
-        looked_for = {tip.session_id for tip, _ in self._looking.values()} | self._due.keys()
-        return None if session_id in looked_for else 0
+        looked_for = {records.tip.session_id for records, _ in self._looking.values()}
+        return None if session_id in looked_for or session_id in self._due else 0
 
     def tick(self, now: float) -> list[Effect]:
         """Return the looks that are due, LOOKS_IN_FLIGHT at most, and repeat those without an
         answer."""
         effects: list[Effect] = []
-        for operation_id, (tip, until_s) in list(self._looking.items()):
+        for operation_id, (records, until_s) in list(self._looking.items()):
             if until_s <= now:
                 del self._looking[operation_id]
                 self._operations.end(operation_id)
-                self._look_at(tip.session_id, now)
+                self._look_at(records.tip.session_id, now)
         while self._due and len(self._looking) < LOOKS_IN_FLIGHT:
             session_id, at_s = next(iter(self._due.items()))
             if at_s > now:
                 break
             del self._due[session_id]
-            tip, operation_id = self._tips[session_id], self._operations.begin(self)
+            records, operation_id = self._records(session_id), self._operations.begin(self)
             deadline_s = now + LOOK_DEADLINE_S
-            self._looking[operation_id] = tip, deadline_s
-            effects.append(Locate(operation_id, ids_of(self._names, tip), deadline_s))
+            self._looking[operation_id] = records, deadline_s
+            effects.append(Locate(operation_id, records.ids, deadline_s))
         return effects
 
     def to_file(self) -> list[Effect]:
@@ -394,7 +401,9 @@ class Residency:
         work."""
         if self._due and len(self._looking) < LOOKS_IN_FLIGHT:
             return next(iter(self._due.values()))
-        return min((until_s for _, until_s in self._looking.values()), default=None)
+        if not self._looking:
+            return None
+        return min([until_s for _, until_s in self._looking.values()])
 
     @property
     def is_busy(self) -> bool:
@@ -411,16 +420,26 @@ class Residency:
         last_s = next(reversed(self._due.values()))
         self._due.move_to_end(session_id, last=at_s >= last_s)
 
-    def _tell(self, tip: Tip, held: Mapping[Tier, frozenset[bytes]]) -> bool:
+    def _records(self, session_id: SessionId) -> TipRecords:
+        """Return the records of the session's tip, whose names are made once while it is looked for
+        now and then."""
+        tip, records = self._tips[session_id], self._named.pop(session_id, None)
+        if records is None or records.tip is not tip:
+            records = records_of(self._names, tip)
+        self._named[session_id] = records
+        if len(self._named) > TIPS_NAMED:
+            self._named.popitem(last=False)
+        return records
+
+    def _tell(self, records: TipRecords, held: Mapping[Tier, frozenset[bytes]]) -> bool:
         """Say of each tier what can be had from it and the tiers above; return whether any has
         something."""
-        most, so_far = 0, frozenset[bytes]()
+        most, so_far, tip = 0, frozenset[bytes](), records.tip
         for tier in BELOW:
-            here = held.get(tier, frozenset())
-            so_far |= here
             there = NOTHING
-            if here:
-                there = tip_depth(self._names, tip, so_far, can_replay=self._can_replay)
+            if here := held.get(tier):
+                so_far = so_far | here if so_far else here
+                there = records.depth(so_far, can_replay=self._can_replay)
             tokens = there.depth * self._names.layout.block_tokens
             kinds = self._point_kinds if there.has_point else 0
             self._inventory.has(
@@ -453,16 +472,16 @@ class Residency:
 
     def _keep(self, tip: Tip) -> None:
         former = self._tips.pop(tip.session_id, None)
-        if former is not None:
-            self._unindex(former)
+        ends, former_ends = set(tip.ends.values()), set(former.ends.values() if former else ())
         self._tips[tip.session_id] = tip
-        for end in tip.ends.values():
+        self._unindex(tip.session_id, former_ends - ends)
+        for end in ends - former_ends:
             self._by_end.setdefault(end, set()).add(tip.session_id)
 
-    def _unindex(self, tip: Tip) -> None:
-        for end in tip.ends.values():
+    def _unindex(self, session_id: SessionId, ends: Iterable[PrefixHash]) -> None:
+        for end in ends:
             sessions = self._by_end[end]
-            sessions.discard(tip.session_id)
+            sessions.discard(session_id)
             if not sessions:
                 del self._by_end[end]
 
@@ -494,8 +513,7 @@ class OnDevice:
 
     def ended(self, session_id: SessionId) -> None:
         """Say what the session has on the device, now that a turn of it has ended."""
-        status = self._cache.sessions.status(session_id)
-        tokens = 0 if status is None else status.restorable_tokens
+        tokens = restorable_tokens(self._cache.sessions.get(session_id), self._cache.layout)
         digest = None
         if tokens and self._digest_at is not None:
             digest = self._digest_at(session_id, tokens // self._cache.layout.block_tokens)

@@ -473,7 +473,9 @@ class Restores:
 
     def next_deadline(self) -> float | None:
         """Return the instant at which `overdue` has something to do; None: no turn waits."""
-        return min((pending.deadline_s for pending in self._pending.values()), default=None)
+        if not self._pending:
+            return None
+        return min([pending.deadline_s for pending in self._pending.values()])
 
     # -- parts ---------------------------------------------------------------------------------
 

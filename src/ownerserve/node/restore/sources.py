@@ -221,10 +221,11 @@ def record_queries(
     """Return the ids to ask for with what each stands for: range records that end at a depth of
     `ranges`, and point state at those of `points`."""
     asked: dict[bytes, RecordQuery] = {}
-    for end in ranges:
+    ends = tuple(ranges)
+    for end, ids in zip(ends, names.range_ids(ends, digests), strict=True):
         cell = names.cell_ending_at(end)
-        for name in names.range_names:
-            asked[names.range_id(name, cell, digests)] = RecordQuery(name, cell)
+        for name, id_ in zip(names.range_names, ids, strict=True):
+            asked[id_] = RecordQuery(name, cell)
     for depth in points if names.point_names else ():
         point = Cell(depth, depth)
         for name in names.point_names:

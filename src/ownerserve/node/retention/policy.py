@@ -18,6 +18,7 @@ from heapq import heapify, heappop, heappush
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import DEFAULT_TTL_S
+from ownerserve.cache.sessions import restorable_tokens
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
@@ -317,13 +318,12 @@ class Prefetches:
     def _missing(self, session_id: SessionId) -> Packed | None:
         """Return what to fetch, the session's tokens, when something of them is gone and fits into
         free room; else None."""
-        status = self._cache.sessions.status(session_id)
-        tokens = self._chains.tokens(session_id)
-        if status is None or status.running_turns or not tokens:
+        session = self._cache.sessions.get(session_id)
+        if session is None or session.running:
             return None
-        count = len(tokens) // TOKEN_BYTES
-        missing = count - status.restorable_tokens
+        restorable = restorable_tokens(session, self._cache.layout)
+        missing = self._chains.known_tokens(session_id) - restorable
         free = self._cache.occupancy.blocks.free * self._model.block_tokens
         if missing <= 0 or missing > free or TurnId(f"prefetch/{session_id}") in self._under_way:
             return None
-        return tokens + ANY_TOKEN
+        return self._chains.tokens(session_id) + ANY_TOKEN

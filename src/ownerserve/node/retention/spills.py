@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Set
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
+from math import inf
 
 import msgspec
 
@@ -333,16 +334,19 @@ class IdleSpills:
                 effects.append(
                     FindRecords(operation_id, tuple(batch.missing), now + FIND_DEADLINE_S)
                 )
-        left = self._settings.copy_bytes_a_tick
+        left, resident = self._settings.copy_bytes_a_tick, None
         while self._copying and left > 0 and len(self._in_flight) < self._settings.copies_in_flight:
             batch = self._copying[0]
             if not batch.pieces:
                 self._copying.popleft()
+                resident = None
                 self._done(batch.session_id)
                 batch.is_asked = True
                 self._close(batch)
                 continue
-            for copy in self._copies_of(batch, batch.pieces.popleft()):
+            if resident is None:  # nothing is evicted within a tick
+                resident = self._cache.residents.prefix(batch.tokens)
+            for copy in self._copies_of(batch, batch.pieces.popleft(), resident):
                 left -= len(copy.slots) * self._names.slot_bytes(copy.component)
                 self._in_flight[copy.operation_id] = OpenCopy(copy, batch, now + COPY_DEADLINE_S)
                 batch.open += 1
@@ -356,16 +360,18 @@ class IdleSpills:
             return 0.0
         while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:
             heappop(self._queue)
-        waits = [next(iter(self._looking.values())).until_s] if self._looking else []
-        if self._in_flight:
-            waits.append(next(iter(self._in_flight.values())).until_s)
-        if self._queue:
-            waits.append(self._queue[0][0])
-        return min(waits, default=None)
+        due_s = self._queue[0][0] if self._queue else inf
+        for waiting in (self._looking, self._in_flight):
+            for first in waiting.values():  # in the order of their deadlines
+                due_s = min(due_s, first.until_s)
+                break
+        return None if due_s == inf else due_s
 
     def _give_up(self, now: float) -> list[Effect]:
         """Give up look-ups and copies that were not answered in time; what comes later is an echo.
         Both tables are in the order of their deadlines."""
+        if not self._looking and not self._in_flight:
+            return []
         late = list(takewhile(lambda item: item[1].until_s <= now, self._looking.items()))
         for operation_id, _ in late:
             del self._looking[operation_id]
@@ -410,8 +416,9 @@ class IdleSpills:
             self.counts["low_utility"] += 1
             return None
         names, unstored = self._names, Counter[int]()
-        pieces = deque(names.cells(session.depth))
-        by_cell = names.range_ids(session.depth, digests)
+        ends = names.ends(session.depth)
+        pieces = deque(map(names.cell_ending_at, ends))
+        by_cell = names.range_ids(ends, digests)
         missing = {id_: cell for cell, ids in zip(pieces, by_cell, strict=True) for id_ in ids}
         # The newest first: it is what the next turn most likely goes on from.
         for depth in sorted(idle.points, reverse=True):
@@ -423,17 +430,18 @@ class IdleSpills:
                     missing[names.point_id(name, depth, digests)] = cell
         return SpillBatch(session_id, tokens, digests, pieces, missing, unstored, value)
 
-    def _copies_of(self, batch: SpillBatch, piece: Cell) -> Iterable[StoreCopy]:
+    def _copies_of(
+        self, batch: SpillBatch, piece: Cell, resident: ResidentPrefix
+    ) -> Iterable[StoreCopy]:
         """Yield the copies of one piece: all of its components that are missing, or none if the
         piece was evicted."""
-        prefix = self._cache.residents.prefix(batch.tokens, piece.end)
-        if prefix is None:
+        if piece.end > resident.blocks:
             self.counts["evicted_first"] += 1
             return
         missing, names = batch.missing, self._names
         begin = partial(self._copies.begin, self, piece, digests=batch.digests, of=batch.value)
         if piece.first == piece.end:
-            for name, slot in self._point_slots(prefix).items():
+            for name, slot in self._point_slots(resident, piece.end).items():
                 if names.point_id(name, piece.end, batch.digests) in missing:
                     yield begin(name, (slot,))
             return
@@ -441,13 +449,13 @@ class IdleSpills:
         for name in names.range_names:
             if names.range_id(name, piece, batch.digests) in missing:
                 if slots is None:  # all range components fill in lock-step: one row for all
-                    slots = prefix.range_slots(piece.first)
+                    slots = resident.range_slots(piece.first, piece.end)
                 yield begin(name, slots)
 
-    def _point_slots(self, prefix: ResidentPrefix) -> dict[str, int]:
-        """Return the slots of the complete point state at the prefix's end; none when something of
-        it is gone."""
-        slots = prefix.point_slots()
+    def _point_slots(self, resident: ResidentPrefix, depth: int) -> dict[str, int]:
+        """Return the slots of the complete point state at `depth`; none when something of it is
+        gone."""
+        slots = resident.point_slots(depth)
         if slots is None:
             self.counts["point_gone"] += 1
             return {}
@@ -578,7 +586,7 @@ class PressureRelief:
             return 0.0
         if self._copied:
             return 0.0
-        deadline = next((ticket.until_s for ticket in self._tickets.values()), None)
+        deadline = next(iter(self._tickets.values())).until_s if self._tickets else None
         if self._cache.pressure.is_due:
             due = self._pressed_until_s if self._pressed else 0.0
             return due if deadline is None else min(due, deadline)

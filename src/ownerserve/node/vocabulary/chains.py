@@ -78,6 +78,12 @@ class Chains:
         known = self._known.get(session_id)
         return known.tokens if known is not None else b""
 
+    def known_tokens(self, session_id: SessionId) -> int:
+        """Return how many tokens the session's whole blocks have, as it was last seen; 0 when it is
+        not known."""
+        known = self._known.get(session_id)
+        return len(known.digests) * self._block_tokens if known is not None else 0
+
     def digest_at(self, session_id: SessionId, depth: int) -> PrefixHash | None:
         """Return the digest of the session's first `depth` blocks; None where it was not seen here
         that far."""

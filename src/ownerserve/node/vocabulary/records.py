@@ -16,7 +16,7 @@ A session's `Tip` says which records to look for to know whether the session sti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import ClassVar, Protocol
 
@@ -177,6 +177,24 @@ class Inside(msgspec.Struct, frozen=True):
     boundary: bytes
 
 
+PLACES_KEPT = 8192
+
+
+class _Places(dict[int, bytes]):
+    """The places of one component are what its records' ids have in common whatever the prefix, by
+    the depth at which a cell of the grid ends. Made as they are asked for, PLACES_KEPT at most."""
+
+    def __init__(self, ids: ArtifactIds, blocks: int, block_tokens: int) -> None:
+        self._ids, self._blocks, self._block_tokens = ids, blocks, block_tokens
+
+    def __missing__(self, end: int) -> bytes:
+        if len(self) >= PLACES_KEPT:
+            self.clear()
+        first, block = (end - 1) // self._blocks * self._blocks, self._block_tokens
+        self[end] = place = self._ids.place(first * block, end * block)
+        return place
+
+
 class RecordNames:
     """`RecordNames` makes the ids and metadata of records under one identity, layout and grid of
     cells."""
@@ -212,7 +230,8 @@ class RecordNames:
         self._engine = engine
         digest = identity.digest()
         self._ids = {c.name: self.id_maker(digest, c.name) for c in components}
-        self._places: dict[str, list[bytes]] = {name: [] for name in self._ids}
+        block = layout.block_tokens
+        self._places = {name: _Places(ids, blocks, block) for name, ids in self._ids.items()}
         self.tenant = identity.tenant_salt if any(identity.tenant_salt) else SHARED
         self._slot_bytes = {c.name: c.slot_bytes for c in components}
         self._metas = {c.name: self._meta(c) for c in components}
@@ -247,42 +266,28 @@ class RecordNames:
         """Return the cell of the grid whose last block is the one before `end`."""
         return Cell((end - 1) // self.blocks * self.blocks, end)
 
-    def cells(self, depth: int) -> Iterator[Cell]:
-        """Yield the cells that [0, depth) is stored as, in order; the last one may be short."""
-        for first in range(0, depth, self.blocks):
-            yield Cell(first, min(first + self.blocks, depth))
+    def ends(self, depth: int) -> Sequence[int]:
+        """Return the depths at which the cells end that [0, depth) is stored as, in order; the last
+        one may be short."""
+        ends = [*range(self.blocks, depth + 1, self.blocks)]
+        return [*ends, depth] if depth % self.blocks else ends
 
     def range_id(self, component: str, cell: Cell, digests: Ends) -> bytes:
         """Return the id of the component's range record of the cell."""
-        ids, hashed = self._ids[component], digests[cell.end - 1]
-        if cell.end - cell.first == self.blocks and not cell.first % self.blocks:
-            return ids.at(hashed, self._place(component, cell.first // self.blocks))
+        ids, end = self._ids[component], cell.end
+        if cell.first == (end - 1) // self.blocks * self.blocks:
+            return ids.at(digests[end - 1], self._places[component][end])
         block = self.layout.block_tokens
-        return ids.range(hashed, cell.first * block, cell.end * block)
+        return ids.range(digests[end - 1], cell.first * block, end * block)
 
-    def range_ids(self, depth: int, digests: Ends) -> Sequence[tuple[bytes, ...]]:
-        """Return, for each cell that [0, depth) is stored as, the ids of its range records by
-        component: as `range_id` makes them, at a fraction of its time."""
-        blocks, whole = self.blocks, depth // self.blocks
-        ends = [digests[end - 1] for end in range(blocks, whole * blocks + 1, blocks)]
-        columns: list[list[bytes]] = []
-        for name in self.range_names if whole else ():
-            self._place(name, whole - 1)
+    def range_ids(self, depths: Sequence[int], digests: Ends) -> Sequence[tuple[bytes, ...]]:
+        """Return, for each of `depths`, the ids by component of the range records of the cell that
+        ends there: as `range_id` makes them, at a fraction of its time."""
+        hashed, columns = [digests[end - 1] for end in depths], list[list[bytes]]()
+        for name in self.range_names:
             make, places = self._ids[name].at, self._places[name]
-            columns.append([make(*parts) for parts in zip(ends, places, strict=False)])
-        found: list[tuple[bytes, ...]] = list(zip(*columns, strict=True)) or [()] * whole
-        if depth % blocks:
-            last = Cell(whole * blocks, depth)
-            found.append(tuple(self.range_id(name, last, digests) for name in self.range_names))
-        return found
-
-    def _place(self, component: str, number: int) -> bytes:
-        """Return the part of an id that all prefixes' whole cells of that number have in common."""
-        places, tokens = self._places[component], self.blocks * self.layout.block_tokens
-        while len(places) <= number:
-            start = len(places) * tokens
-            places.append(self._ids[component].place(start, start + tokens))
-        return places[number]
+            columns.append([*map(make, hashed, [places[end] for end in depths])])
+        return list(zip(*columns, strict=True)) or [()] * len(depths)
 
     def point_id(self, component: str, depth: int, digests: Ends) -> bytes:
         """Return the id of the component's point record at `depth` blocks."""
@@ -429,46 +434,60 @@ def tip_of(
     """Return the tip of a session of which blocks [0, depth) were copied, with point state at the
     depths `points` that lie in it."""
     kept = tuple(sorted(at for at in points if 0 < at <= depth))
-    at = {cell.end - 1 for cell in names.cells(depth)} | {point - 1 for point in kept}
+    at = _last_blocks(names, depth, kept)
     return Tip(session_id, depth, {block: digests[block] for block in sorted(at)}, kept, tenant)
 
 
-def ids_of(names: RecordNames, tip: Tip) -> tuple[bytes, ...]:
-    """Return the ids of all records of the tip, range and point."""
+class TipRecords(msgspec.Struct, frozen=True):
+    """The records of a tip are named once and asked for as often as somebody wants to know: `ids`
+    are all of them, `ranges` those of each of its cells of `blocks` blocks, in order, `points`
+    those of point state by depth."""
+
+    tip: Tip
+    blocks: int
+    ids: tuple[bytes, ...]
+    ranges: Sequence[tuple[bytes, ...]]
+    points: Mapping[int, tuple[bytes, ...]]
+    has_points: bool
+
+    def depth(self, held: frozenset[bytes], *, can_replay: bool) -> TipDepth:
+        """Return how much of the tip can be brought back from the records `held`.
+
+        Range state counts as far as no record lacks; a model with point state goes on at the
+        deepest point that is there too, or, by a replay, where range state ends.
+        """
+        tip, has_point = self.tip, False
+        cells = len(self.ranges)
+        if not held.issuperset(self.ids):
+            lacking = (at for at, ids in enumerate(self.ranges) if not held.issuperset(ids))
+            cells = next(lacking, cells)
+        depth = min(cells * self.blocks, tip.depth)
+        if self.has_points and depth:
+            points = self.points.items()
+            whole = [at for at, ids in points if at <= depth and held.issuperset(ids)]
+            if whole or not can_replay:
+                depth, has_point = max(whole, default=0), True
+        return TipDepth(depth, tip.ends.get(depth - 1), has_point) if depth else NOTHING
+
+
+def records_of(names: RecordNames, tip: Tip) -> TipRecords:
+    """Return the records of the tip."""
     names = names.of(tip.tenant)
-    by_cell = names.range_ids(tip.depth, tip.ends)
-    return tuple(chain.from_iterable((*by_cell, *_points(names, tip).values())))
-
-
-def tip_depth(
-    names: RecordNames, tip: Tip, held: frozenset[bytes], *, can_replay: bool
-) -> TipDepth:
-    """Return how much of the tip can be brought back from the records `held`.
-
-    Range state counts as far as no record lacks; a model with point state goes on at the deepest
-    point that is there too, or, by a replay, where range state ends.
-    """
-    depth, has_point, names = 0, False, names.of(tip.tenant)
-    for ids in names.range_ids(tip.depth, tip.ends):
-        if not held.issuperset(ids):
-            break
-        depth = min(depth + names.blocks, tip.depth)
-    if names.point_names and depth:
-        points = _points(names, tip)
-        whole = [at for at, ids in points.items() if at <= depth and held.issuperset(ids)]
-        if whole or not can_replay:
-            depth, has_point = max(whole, default=0), True
-    return TipDepth(depth, tip.ends.get(depth - 1), has_point) if depth else NOTHING
-
-
-def _points(names: RecordNames, tip: Tip) -> Mapping[int, tuple[bytes, ...]]:
-    return {
+    points = {
         depth: tuple(names.point_id(name, depth, tip.ends) for name in names.point_names)
         for depth in tip.points
     }
+    ranges = names.range_ids(names.ends(tip.depth), tip.ends)
+    ids = tuple(chain.from_iterable((*ranges, *points.values())))
+    return TipRecords(tip, names.blocks, ids, ranges, points, bool(names.point_names))
+
+
+def _last_blocks(names: RecordNames, depth: int, points: Iterable[int]) -> set[int]:
+    """Return the last block of each record of a tip of `depth` blocks with these `points`."""
+    return {end - 1 for end in (*names.ends(depth), *points)}
 
 
 def is_sound(names: RecordNames, tip: Tip) -> bool:
     """Return whether a tip that was read from a file has the digests that its records' ids need."""
-    needed = {cell.end - 1 for cell in names.cells(tip.depth)} | {at - 1 for at in tip.points}
+    needed = _last_blocks(names, tip.depth, tip.points)
     return needed <= tip.ends.keys() and all(0 < at <= tip.depth for at in tip.points)

@@ -209,10 +209,13 @@ class SimNode:
             self._perform(self.state.handle(Tick(), now), now)
 
     def _arm(self, now: float) -> None:
+        soonest_s = max(self._ticked_s + TICK_S, now)
+        if self._armed_s is not None and self._armed_s <= soonest_s:
+            return
         due_s = self.state.next_due()
         if due_s is None:
             return
-        due_s = max(due_s, self._ticked_s + TICK_S, now)
+        due_s = max(due_s, soonest_s)
         if self._armed_s is None or due_s < self._armed_s:
             self._armed_s = due_s
             self._at(due_s, self._tick)

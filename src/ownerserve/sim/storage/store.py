@@ -105,14 +105,13 @@ class SimStore:
 
     def find(self, ids: Iterable[bytes]) -> dict[bytes, Tier]:
         """Return where each of `ids` is nearest; those that are nowhere are left out."""
-        found: dict[bytes, Tier] = {}
-        tiers = self.tiers
-        for id_ in ids:
-            for tier in tiers:
-                if tier.get(id_) is not None:
-                    found[id_] = tier.tier
-                    break
-        return found
+        ids = tuple(ids)
+        nearest: dict[bytes, Tier] = {}
+        for tier in reversed(self.tiers):
+            nearest.update(dict.fromkeys(tier.held(ids), tier.tier))
+        if len(self.tiers) == 1:
+            return nearest
+        return {id_: nearest[id_] for id_ in ids if id_ in nearest}
 
     def inside(self, boundaries: Iterable[bytes]) -> tuple[Inside, ...]:
         """Return the range records on disk that hold the first of `boundaries` that any of them

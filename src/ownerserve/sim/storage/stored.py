@@ -21,7 +21,7 @@ def located(store: SimStore, ids: Sequence[bytes]) -> dict[Tier, frozenset[bytes
     found: dict[Tier, frozenset[bytes]] = {}
     for level, tier in enumerate(store.tiers):
         if tier.tier is not Tier.REMOTE:
-            found[tier.tier] = frozenset(id_ for id_ in ids if tier.get(id_) is not None)
+            found[tier.tier] = frozenset(tier.held(ids))
         elif level == store.home:
             found[tier.tier] = frozenset(ids)
     return found

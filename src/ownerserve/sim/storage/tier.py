@@ -8,7 +8,8 @@ are given a remote tier share. Owns its records, and their room.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from struct import Struct
 
 import msgspec
@@ -60,6 +61,8 @@ class SimTier:
         """`heap`: what moves is shared fairly by all who are given the tier; None: it queues."""
         name = name or plan.tier.value
         self.tier = plan.tier
+        self.is_volatile = plan.tier is Tier.HOST
+        """A crash of its machine loses what it holds."""
         self.limits = plan.limits
         self.reads, self.writes = (
             Pipe(f"{name}/{way}", medium) if heap is None else Link(f"{name}/{way}", medium, heap)
@@ -81,11 +84,6 @@ class SimTier:
         self._tidied_s = 0.0
 
     @property
-    def is_volatile(self) -> bool:
-        """Whether a crash of its machine loses what it holds."""
-        return self.tier is Tier.HOST
-
-    @property
     def used_bytes(self) -> int:
         """`used_bytes` counts the bytes of the records that are kept."""
         return sum(used.stored_bytes for used in self._standing.values())
@@ -99,6 +97,11 @@ class SimTier:
         """Return the record, if it is here and whole; else None."""
         found = self._held[ArtifactKind.RANGE].get(id_)
         return found if found is not None else self._held[ArtifactKind.POINT].get(id_)
+
+    def held(self, ids: Iterable[bytes]) -> list[bytes]:
+        """Return those of `ids` that are here and whole, in order."""
+        ranges, points = self._held[ArtifactKind.RANGE], self._held[ArtifactKind.POINT]
+        return [id_ for id_ in ids if id_ in ranges or id_ in points]
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -253,13 +256,10 @@ class SimTier:
         self._standing[key] = TierUsage(size, used.records + sign)
 
     def _oldest(self, kind: ArtifactKind, limit: int, tenant: bytes | None) -> list[Listed]:
-        found: list[Listed] = []
-        for record in self._held[kind].values():
-            if len(found) >= limit:
-                break
-            if tenant is None or record.meta.tenant == tenant:
-                found.append(record)
-        return found
+        held: Iterable[Listed] = self._held[kind].values()
+        if tenant is not None:
+            held = (record for record in held if record.meta.tenant == tenant)
+        return list(islice(held, limit))
 
     def _index(self, meta: Meta) -> None:
         """Index a record by each boundary inside it and at its end, as a drive's index has them."""

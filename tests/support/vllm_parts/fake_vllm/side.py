@@ -33,7 +33,7 @@ from ownerserve.node.retention.saves import Capture, SaveLimits, Saves
 from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.node.vocabulary.events import FindRecords, RecordsFound
 from ownerserve.node.vocabulary.operations import Operations
-from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames, Tip, ids_of
+from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames, Tip, records_of
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.inputs import VLLM
 from ownerserve.plan.restore import Planner
@@ -264,9 +264,10 @@ class Holding:
         under_way -= self._oracle.answered
         under_way -= {id_ for rank in self._ranks for id_ in rank.kept.values()}
         for tip in () if self.has_given_up() else tips:
-            assert not under_way.intersection(ids_of(self.names, tip)), "told before it is stored"
+            ids = records_of(self.names, tip).ids
+            assert not under_way.intersection(ids), "told before it is stored"
             # Of its points, one that vLLM had itself is named too: it may be stored, or not.
-            ranges = ids_of(self.names, msgspec.structs.replace(tip, points=()))
+            ranges = records_of(self.names, msgspec.structs.replace(tip, points=())).ids
             assert self._oracle.asked_for.issuperset(ranges), f"{tip}: a record that nobody made"
 
     def missed(self, session_id: object) -> None: ...
