@@ -37,7 +37,7 @@ demo: setup      ## gateway + two workers + an agent workload, end to end
 RUN_TESTS   := $(BIN)/python tools/run_tests.py
 
 test: setup      ## the tests that are fast: no engine, no kills; minutes
-	$(RUN_TESTS) -m "not vllm and not engine and not slow and not crash"
+	$(RUN_TESTS) -n auto --maxprocesses 4 --dist loadfile -m "not vllm and not engine and not slow and not crash"
 
 test-all: setup  ## the rest of those that need no GPU and no vLLM: with the reference engine, kills, slow ones
 	$(RUN_TESTS) -m "not vllm and (engine or slow or crash)"
@@ -76,6 +76,7 @@ check: setup     ## lint, types, layers, size ratchet, dead wires, names
 	$(BIN)/python tools/wires.py
 	$(BIN)/python tools/names.py --strict
 	$(BIN)/python tools/closed.py
+	$(BIN)/python tools/mutants.py --check
 
 mutants: setup   ## faults put into a copy of the package: the fast tests must notice each
 	$(BIN)/python tools/mutants.py

@@ -52,7 +52,7 @@ def passed_again(arguments: Sequence[str]) -> int:
     """How many of the tests that failed in the last run pass now; a skipped one does not."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        again = ["--last-failed", "--last-failed-no-failures=none", f"--junitxml={report}"]
+        again = ["-n0", "--last-failed", "--last-failed-no-failures=none", f"--junitxml={report}"]
         subprocess.run([*PYTEST, *arguments, *again], check=False)
         if not report.exists():
             return 0

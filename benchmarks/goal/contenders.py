@@ -63,6 +63,9 @@ POOL = "pool "
 POOLS = ("pool 25", "pool 50")
 POOL_MS = 0.5
 
+GROWTH_TOKENS = 40_000
+"""By how much a new session is expected to grow, by hand: fitted on the shared recording."""
+
 PACE_SIGMA = 0.05
 """How far, in ln, a fleet is from the pace that all are told: drawn for each draw and perturbation
 but the first, the same for everybody."""
@@ -118,7 +121,13 @@ def setup_of(contender: str, case: Case, perturbation: int) -> SimSetup:
 def fixed_seats(share: float) -> SeatSettings:
     """Return seats as a share by hand: no law sets how long they are kept, nobody waits twice."""
     kept_s = SeatSettings().idle_s
-    return SeatSettings(share=share, idle_least_s=kept_s, return_s=0.001, patience_s=DAY_S)
+    return SeatSettings(
+        share=share,
+        growth_tokens=GROWTH_TOKENS,
+        idle_least_s=kept_s,
+        return_s=0.001,
+        patience_s=DAY_S,
+    )
 
 
 def _pace_factor(case: Case, perturbation: int) -> float:

@@ -59,6 +59,22 @@ def test_a_new_session_waits_until_another_is_over(play: Play) -> None:
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
 
 
+def test_seats_are_counted_unless_told_otherwise(play: Play) -> None:
+    """As `ownerserve gateway` starts without a word about them."""
+
+    async def scenario(world: World) -> None:
+        small(world)
+        first, second = await world.client(), await world.client()
+        assert (await first.post(CHAT, ONE, x__session__id="a")).status == 200
+        answer = asyncio.ensure_future(second.post(CHAT, OTHER, x__session__id="b"))
+        await waiting(world, 1)
+        ended = await first.post(CHAT, ONE, x__session__id="a", x__ownerserve__session__final="1")
+        assert ended.status == 200
+        assert (await answer).status == 200
+
+    play(scenario, engines=1, health_interval_s=60.0)
+
+
 def test_nobody_waits_beyond_the_patience(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session inside never goes; who waits is served all the same, and counted."""
     monkeypatch.setattr(service, "SWEEP_INTERVAL_S", 0.05)

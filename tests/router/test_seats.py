@@ -164,7 +164,8 @@ def test_no_small_session_waits_beside_a_worker_that_does_nothing() -> None:
 
 def test_a_worker_that_becomes_idle_lets_in_one_who_waits_and_only_one() -> None:
     small = Profile(speed=PLAIN.speed, kv_bytes_total=60_000 * 1000)
-    room, (worker,) = idle_seats(small, rules=SeatSettings(share=0.9))
+    rules = SeatSettings(share=0.9, growth_tokens=40_000)
+    room, (worker,) = idle_seats(small, rules=rules)
     assert room.ask(s("a"), 10, parent=None, now_s=0.0) == ENTER
     running = Load(0.0, 0, 10)
     worker.add(running)

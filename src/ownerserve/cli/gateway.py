@@ -35,6 +35,7 @@ from ownerserve.gateway.rollout.reloading import ReadSettings, Reloading
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.listening import ADMIN, GATEWAY, LOOPBACK
+from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import ROUTING_POLICIES, make_policy
 from ownerserve.router.rollout.steering import Mode
 
@@ -270,12 +271,13 @@ def _policies() -> str:
 )
 @click.option(
     "--seats",
-    type=Finite(min=0, min_open=True),
+    type=Finite(min=0),
+    default=SeatSettings().share,
+    show_default=True,
     metavar="SHARE",
     help="Hold a new session's first turn, and one whose state is gone, while the sessions at work"
-    " fill this share of the workers' memory for state (1.0, where more come than fit). Nobody"
-    " waits beside a worker that runs nothing, has room and is no session's."
-    " Default: all are let in.",
+    " fill this share of the workers' memory for state, where workers state theirs. Nobody"
+    " waits beside a worker that runs nothing, has room and is no session's. 0: all are let in.",
 )
 @queue_options
 @click.option(

@@ -97,7 +97,7 @@ def _made(said: dict[str, Any]) -> dict[str, Any]:
         "opening_s": _opening_s(said["opening_s"], said["directory"]),
         "bodies_max_bytes": said["body_memory_mib"] * MIB,
         "settings": by_hand(DEFAULTS, hot_ms=said["hot_ms"], cool_s=said["cool_s"]),
-        "seats": None if seats is None else SeatSettings(share=seats),
+        "seats": SeatSettings(share=seats) if seats else None,
         "queue": QueueSettings(
             running_max=said["max_running"],
             waiting_max=said["max_waiting"],

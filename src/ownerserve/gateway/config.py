@@ -128,7 +128,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings = DEFAULTS
     queue: QueueSettings = QueueSettings()
     """How many turns may run at once, and how many wait for how long."""
-    seats: SeatSettings | None = None
+    seats: SeatSettings | None = SeatSettings()
     """How many sessions may run at once; None: all that come."""
     speed: Speed = DEFAULT_SPEED
     """The speed by which workers are priced that do not state theirs."""

@@ -40,6 +40,7 @@ import msgspec
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.entry.fair import FairLine, InLine, Ticket
+from ownerserve.router.entry.growth import SessionGrowth
 from ownerserve.router.entry.stay import IdleStay
 from ownerserve.router.entry.terms import (
     ENTER,
@@ -60,12 +61,17 @@ PROMISES_MAX = 1 << 17
 
 
 STAY_EVERY_S = 20.0
-"""So often the stay is decided anew."""
+"""So often the stay, and by how much a session grows, are decided anew."""
+GROWTH_ASSUMED_TOKENS = 40_000
+"""By so much a session is taken to grow until enough of them were over, ..."""
+GROWTH_ASSUMED_SHARE = 1.0 / 16.0
+"""... or by so much of a worker's memory, if that is less."""
 
 
 class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """share            of the fleet's memory for state, in tokens, that sessions inside may fill
-    growth_tokens       by how much a new session is expected to grow beyond its first prompt
+    growth_tokens       by how much a new session is expected to grow beyond its first prompt; None:
+                        as those before it did (entry/growth.py)
     idle_s              an idle session's seat is free after this, or earlier (entry/stay.py)
     idle_least_s        but not before this; as much as `idle_s`: after that and never earlier
     return_s            a session that was inside before waits for room so long at most
@@ -74,7 +80,7 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     share: float = 1.0
-    growth_tokens: int = 40_000
+    growth_tokens: int | None = None
     idle_s: float = 300.0
     idle_least_s: float = 0.0
     return_s: float = 300.0
@@ -135,8 +141,11 @@ class SessionAdmission:
         """When the first in line was let in last."""
         self._back: OrderedDict[Ticket, _Back] = OrderedDict()
         """Turns of sessions that were inside, and wait for room for a state that is gone."""
+        self._grown = SessionGrowth()
+        self._growth_tokens: int | None = self.settings.growth_tokens
+        """By how much a new session is expected to grow; None: not decided yet."""
         self._looked_s = -inf
-        """When the stay was last decided."""
+        """When stay and growth were last decided."""
         self._came: OrderedDict[Ticket, float] = OrderedDict()
         """When those who wait came (s), the first of them first."""
         self._may_follow = False
@@ -147,6 +156,16 @@ class SessionAdmission:
     def waiting(self) -> int:
         """How many turns wait for a seat."""
         return len(self._waiting) + len(self._back)
+
+    @property
+    def growth_tokens(self) -> int:
+        """By how many tokens a new session is expected to grow beyond its first prompt."""
+        if self._growth_tokens is not None:
+            return self._growth_tokens
+        capacity, workers = self._capacity_tokens(), len(self._fleet.up)
+        if capacity is None or not workers:
+            return GROWTH_ASSUMED_TOKENS
+        return int(min(GROWTH_ASSUMED_TOKENS, max(capacity, 0.0) / workers * GROWTH_ASSUMED_SHARE))
 
     def ask(
         self,
@@ -176,13 +195,13 @@ class SessionAdmission:
         if not self._fleet.up:
             return ENTER
         if (not self.waiting and self._has_seat(tokens)) or self._has_idle(tokens):
-            self._enter(session, tokens, now_s=now_s, growth=self.settings.growth_tokens)
+            self._enter(session, tokens, now_s=now_s, growth=self.growth_tokens)
             return ENTER
         ticket = self._ticket()
         turn = EnteringTurn(
             session=session,
             prompt_tokens=tokens,
-            cost_tokens=tokens + self.settings.growth_tokens,
+            cost_tokens=tokens + self.growth_tokens,
             parent=parent,
             tenant=tenant,
             terms=terms,
@@ -196,6 +215,7 @@ class SessionAdmission:
     def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
         """Note that a turn is over, well or not; the session's context is `tokens` now (0: as
         before)."""
+        self._grown.ended(session, tokens, now_s)
         known = self._inside.get(session)
         if known is None:
             return
@@ -216,6 +236,7 @@ class SessionAdmission:
 
     def over(self, session: SessionId) -> None:
         """Free the seat of a session that is over, and forget what was promised to it."""
+        self._grown.over(session)
         self._promised.pop(session, None)
         self._stand_up(session)
 
@@ -266,7 +287,7 @@ class SessionAdmission:
                 self._let_in_s = now_s
             self._sit_down(one)
             assert session is not None
-            self._enter(session, prompt, now_s=now_s, growth=self.settings.growth_tokens)
+            self._enter(session, prompt, now_s=now_s, growth=self.growth_tokens)
             beside = self._beside_tokens()
             found.append(one.ticket)
         return found + self._following(now_s)
@@ -360,6 +381,7 @@ class SessionAdmission:
             self._promised.popitem(last=False)
         known.live += 1
         known.seen_s = now_s
+        self._grown.began(session, prompt)
         self._count(known, prompt, growth=growth)
         self._inside.move_to_end(session)
 
@@ -380,7 +402,7 @@ class SessionAdmission:
             return True
         capacity = self._capacity_tokens()
         return capacity is None or (
-            self._held_tokens + prompt + self.settings.growth_tokens <= capacity
+            self._held_tokens + prompt + self.growth_tokens <= capacity
         )
 
     def _has_idle(self, prompt: int) -> bool:
@@ -445,6 +467,7 @@ class SessionAdmission:
         if since_s < STAY_EVERY_S:
             return
         self._looked_s = now_s
+        self._decide_growth(now_s)
         workers, capacity = self._fleet.up, self._capacity_tokens()
         shares = [worker.load.busy_share for worker in workers]
         busy = [share for share in shares if share is not None]
@@ -453,6 +476,11 @@ class SessionAdmission:
         elif since_s < inf:
             self.stay.ran(sum(busy) * since_s)
             self.stay.decide(capacity, len(workers))
+
+    def _decide_growth(self, now_s: float) -> None:
+        """Decide anew by how much a new session is expected to grow, where sessions have told."""
+        if self.settings.growth_tokens is None and (grown := self._grown.tokens(now_s)) is not None:
+            self._growth_tokens = int(grown)
 
     def _stand_up(self, session: SessionId) -> None:
         """Free the session's seat; it stays promised, so that its next turn is let in at once."""

@@ -165,8 +165,11 @@ def test_the_status_is_the_record_that_gateways_read_with_what_was_measured(
     assert profile.models == (MODEL,)
     assert profile.actions == ("colocated_prefill", "decode_continuation"), "it has no store"
     assert profile.sequence_tokens == worker.facts.sequence_tokens
-    beyond = load.kv_bytes_total - load.kv_bytes_free - load.kv_bytes_evictable
-    assert 0 <= beyond <= load.kv_bytes_total // 4, "nothing runs: the rest is point state's"
+    device = served.status()["device"]
+    block_bytes = load.kv_bytes_free // device["free_slots"]["csa_main"]
+    blocks = (load.kv_bytes_free + load.kv_bytes_evictable) // block_bytes
+    assert blocks == device["slots"]["csa_main"], "nothing runs: each is free or may be evicted"
+    assert load.kv_bytes_total // block_bytes >= blocks, "point state has what is beyond"
     assert load.kv_bytes_evictable > 0, "sessions that are idle hold it"
     assert profile.kv_bytes_per_token > 0 < profile.kv_bytes_per_sequence
     speed = profile.speed

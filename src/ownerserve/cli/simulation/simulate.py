@@ -30,6 +30,7 @@ from ownerserve.report.simulate_table import (
     to_json,
 )
 from ownerserve.report.unserved import served_nothing, unserved
+from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.sim.config.faults import Fault, read_faults
 from ownerserve.sim.config.granted import EngineAbilities, granted
@@ -127,6 +128,15 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     show_default=True,
     help="What engines may do: what our hf workers, vLLM, or vLLM with our scheduler state today, "
     "or ideal: all that is designed, moves between workers included.",
+)
+@click.option(
+    "--seats",
+    type=Finite(min=0),
+    default=SeatSettings().share,
+    show_default=True,
+    metavar="SHARE",
+    help="Share of the workers' memory that sessions at work may fill, as in the gateway: a new"
+    " session waits for room. 0: all are let in.",
 )
 @click.option(
     "--mode",
@@ -251,6 +261,7 @@ def _setup(policy: str, given: dict[str, Any]) -> SimSetup:
         kv_bytes=_size(given, "kv"),
         cache_policy=given["evict"],
         abilities=given["abilities"],
+        seats=SeatSettings(share=given["seats"]) if given["seats"] else None,
         links=Links(nic_gb_s=given["nic"]),
         tiers=Tiers(
             host_bytes=_size(given, "host"),
