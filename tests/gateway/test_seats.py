@@ -12,7 +12,9 @@ from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.turns import LostDispatch, Route
 from ownerserve.kv.ids import Incarnation
 from ownerserve.kv.messages import Tier
+from ownerserve.router import admission
 from ownerserve.router.admission import SeatSettings
+from ownerserve.router.entry.stay import RETURNS_LEAST
 from ownerserve.router.messages import Down, Gone, Refuse, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
 from tests.support.gateway.world import Play, World
@@ -96,8 +98,8 @@ def test_a_fault_in_one_look_at_who_waits_is_not_the_last_look(
     monkeypatch.setattr(service, "SWEEP_INTERVAL_S", 0.05)
 
     async def scenario(world: World) -> None:
-        admission = world.gateway.turns.admission
-        look, looks = admission.look, list[float]()
+        queue = world.gateway.turns.admission
+        look, looks = queue.look, list[float]()
 
         def faulty(now_s: float) -> None:
             looks.append(now_s)
@@ -105,7 +107,7 @@ def test_a_fault_in_one_look_at_who_waits_is_not_the_last_look(
                 raise KeyError("a fault of ours")
             look(now_s)
 
-        monkeypatch.setattr(admission, "look", faulty)
+        monkeypatch.setattr(queue, "look", faulty)
         async with asyncio.timeout(WAIT_S):
             while len(looks) < 2:
                 await asyncio.sleep(0.001)
@@ -286,3 +288,37 @@ def test_while_no_worker_is_up_a_new_session_is_refused_at_once(play: Play) -> N
         world.gateway.turns.admission.seats.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+@pytest.mark.parametrize(("busy", "falls"), [(0.002, True), (None, False)])
+def test_an_idle_session_keeps_its_seat_by_how_busy_workers_say_they_are(
+    play: Play, monkeypatch: pytest.MonkeyPatch, *, busy: float | None, falls: bool
+) -> None:
+    """All come back after a gap of 3 s. Where engines idle two seconds are the better stay; where
+    nobody says how busy they are it is the longest."""
+    monkeypatch.setattr(admission, "STAY_EVERY_S", 0.05)
+    load = {"as_of_s": 1.0, "kv_bytes_free": 1 << 30, "kv_bytes_total": 40 << 20}
+    state = {
+        "version": 1,
+        "unit": {"worker": "w", "rank": 0, "incarnation": 5},
+        "load": load if busy is None else load | {"busy_share": busy},
+        "profile": {"models": ["m"], "kv_bytes_per_token": 1024.0},
+    }
+
+    async def scenario(world: World) -> None:
+        clients = [await world.client() for _ in range(4)]
+
+        async def turns(at: int) -> None:
+            for number in range(at, RETURNS_LEAST + 8, len(clients)):
+                body = b'{"messages":"%b"}' % (b"%03d " % number * 100)
+                sent = await clients[at].post(CHAT, body, x__session__id=f"{number}")
+                assert sent.status == 200
+
+        for gap_s in (3.0, 0.2, 0.0):
+            await asyncio.gather(*(turns(at) for at in range(len(clients))))
+            await asyncio.sleep(gap_s)
+        stay = world.gateway.turns.admission.seats.stay
+        assert (stay.seconds < SEATS.idle_s) is falls, stay.seconds
+
+    seats = SeatSettings(growth_tokens=0, idle_s=60.0, patience_s=60.0)
+    play(scenario, engines=1, states=[json.dumps(state).encode()], seats=seats)
