@@ -62,6 +62,8 @@ PROMISES_MAX = 1 << 17
 
 STAY_EVERY_S = 20.0
 """So often the stay, and by how much a session grows, are decided anew."""
+REFILLS_PRICED = 4
+"""At so many workers it is priced what a session's state would take to bring back."""
 GROWTH_ASSUMED_TOKENS = 40_000
 """By so much a session is taken to grow until enough of them were over, ..."""
 GROWTH_ASSUMED_SHARE = 1.0 / 16.0
@@ -299,10 +301,11 @@ class SessionAdmission:
     def _note_return(self, session: SessionId, tokens: int, now_s: float) -> None:
         """Tell the stay of a session that was away and is here again."""
         left_s = self._promised.get(session)
-        if left_s is not None and self._fleet.up:
+        if left_s is not None and (up := self._fleet.up):
             self._promised[session] = None
-            refill_ms = [worker.speed.prefill.ms(tokens, 0) for worker in self._fleet.up]
-            self.stay.came_back(now_s - left_s, tokens, sum(refill_ms) / len(refill_ms) / 1000.0)
+            some = up[:: -(-len(up) // REFILLS_PRICED)]
+            refill_ms = sum(worker.speed.prefill.ms(tokens, 0) for worker in some) / len(some)
+            self.stay.came_back(now_s - left_s, tokens, refill_ms / 1000.0)
 
     def _takes_back(self, prompt: int) -> bool:
         """Return whether there is room for the state of a session that was inside before."""
