@@ -1,6 +1,8 @@
 """Who is compared: by name, with the setup that the name means.
 
     ours                      what ships: the defaults of SimSetup and SeatSettings, seats on
+    ours, no heat moves       the same, but an owner is never too hot for its session
+    ours, POLICY              the same door, and another policy behind it
     POLICY                    a router policy (router.policies) without seats; all get the same news
     POLICY + seats SHARE      the same, sessions inside bounded to that share of memory: each until
                               300 s after its last turn, and let in at once when it is back
@@ -29,9 +31,12 @@ from ownerserve.sim.workload import Capped, Sample, WorkloadShape
 
 OURS, BOUND = "ours", "bound"
 SHARES = (0.8, 1.0, 1.5)
+NEVER_MS = 1e12
 DAY_S = 86_400.0
 """Nobody's client hangs up here."""
 SEATS, BELADY = " + seats ", ", belady"
+UNMOVED = "ours, no heat moves"
+GATED = "ours, lmetric_gate"
 
 BARE = (
     "ownerserve",
@@ -93,8 +98,10 @@ def setup_of(contender: str, case: Case, perturbation: int) -> SimSetup:
     policy, _, share = name.partition(SEATS)
     seats = fixed_seats(float(share)) if share else None
     links, tiers = Links(), Tiers(host_bytes=case.host_bytes)
-    if name in (OURS, BOUND):
+    if name in (OURS, BOUND, UNMOVED):
         policy, seats = "ownerserve", SeatSettings()
+    elif name.startswith(f"{OURS}, "):
+        policy, seats = name.removeprefix(f"{OURS}, "), SeatSettings()
     elif name.startswith(POOL):
         policy, gb_s = "least_load", float(name.removeprefix(POOL))
         tiers = Tiers(remote_bytes=WORKERS * case.host_bytes)
@@ -107,6 +114,7 @@ def setup_of(contender: str, case: Case, perturbation: int) -> SimSetup:
         kv_bytes=case.kv_bytes,
         step_factors=(_pace_factor(case, perturbation),),
         seats=seats,
+        hot_ms=NEVER_MS if name == UNMOVED else None,
         links=links,
         tiers=tiers,
         shape=WorkloadShape(

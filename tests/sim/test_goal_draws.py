@@ -13,7 +13,18 @@ import pytest
 
 from goal import tables
 from goal.cells import Cell, had
-from goal.contenders import BELADY, BOUND, MAIN, OURS, POOLS, REFERENCE, rivals, setup_of
+from goal.contenders import (
+    BELADY,
+    BOUND,
+    GATED,
+    MAIN,
+    OURS,
+    POOLS,
+    REFERENCE,
+    UNMOVED,
+    rivals,
+    setup_of,
+)
 from goal.families import FAMILIES, Sources, cases, drawn_anew
 from goal.paired import paired
 from ownerserve.report.page import Verdict
@@ -104,7 +115,7 @@ def test_every_contender_is_a_setup() -> None:
     trace = drawn_anew(1, scale=Scale.QUICK)
     (case,) = cases("drawn", trace, 1, loads=["above"], scale=Scale.QUICK)
     case = case._replace(host_bytes=1 << 30)
-    names = (OURS, *rivals("all"), *POOLS, *REFERENCE, BOUND)
+    names = (OURS, UNMOVED, GATED, *rivals("all"), *POOLS, *REFERENCE, BOUND)
     assert len(set(names)) == len(names)
     setups = [setup_of(name, case, number) for name in names for number in (0, 1)]
     assert len({repr(setup) for setup in setups}) == len(setups)
