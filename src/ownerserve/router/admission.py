@@ -404,9 +404,7 @@ class SessionAdmission:
         if not self._inside:
             return True
         capacity = self._capacity_tokens()
-        return capacity is None or (
-            self._held_tokens + prompt + self.growth_tokens <= capacity
-        )
+        return capacity is None or (self._held_tokens + prompt + self.growth_tokens <= capacity)
 
     def _has_idle(self, prompt: int) -> bool:
         """Return whether an idle worker is left for the prompt once those who wait have taken
