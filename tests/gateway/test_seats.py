@@ -290,6 +290,27 @@ def test_while_no_worker_is_up_a_new_session_is_refused_at_once(play: Play) -> N
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
 
 
+def test_nobody_waits_where_a_worker_does_not_say_what_a_token_takes(play: Play) -> None:
+    """Its memory is known, and what lies in it is not: by an H200's tokens one of these would be
+    all that fits."""
+    state = {
+        "version": 1,
+        "unit": {"worker": "w", "rank": 0, "incarnation": 5},
+        "load": {"as_of_s": 1.0, "kv_bytes_free": 64 << 20, "kv_bytes_total": 64 << 20},
+        "profile": {"models": ["m"]},
+    }
+
+    async def scenario(world: World) -> None:
+        client = await world.client()
+        for name in "abc":
+            body = b'{"messages":"%b"}' % (name.encode() * 2400)
+            async with asyncio.timeout(WAIT_S):
+                assert (await client.post(CHAT, body, x__session__id=name)).status == 200
+        assert world.gateway.turns.admission.seats.impatient == 0
+
+    play(scenario, engines=1, states=[json.dumps(state).encode()])
+
+
 @pytest.mark.parametrize(("busy", "falls"), [(0.002, True), (None, False)])
 def test_an_idle_session_keeps_its_seat_by_how_busy_workers_say_they_are(
     play: Play, monkeypatch: pytest.MonkeyPatch, *, busy: float | None, falls: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -51,6 +52,12 @@ def turn(http: httpx.Client, messages: list[dict[str, str]]) -> httpx.Response:
         {"role": "user", "content": "and what then? " * 10},
     ]
     return answer
+
+
+def at_rest(admin: str) -> bool:
+    """Whether the gateway knows of nothing that runs: another's turn is priced by workers' words."""
+    workers = httpx.get(f"{admin}/status").json()["workers"]
+    return all(not one["batch"] and not one["queue_ms"] for one in workers)
 
 
 def fleet(
@@ -125,7 +132,7 @@ def test_two_gateways_over_workers_that_own_nothing(tmp_path: Path) -> None:
 
 def test_what_one_gateway_did_the_other_hears_of_from_the_workers(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        _, [(one, _), (two, admin)] = fleet(stack, tmp_path)
+        _, [(one, beside), (two, admin)] = fleet(stack, tmp_path)
         messages = [{"role": "user", "content": "tell me of homes and inventories. " * 40}]
         place = turn(one, messages).headers["x-ownerserve-worker"]
         until(
@@ -133,7 +140,8 @@ def test_what_one_gateway_did_the_other_hears_of_from_the_workers(tmp_path: Path
             within_s=BOUND_S,
             what="an inventory is read",
         )
-        for gateway in (two, one, two):
+        for gateway, told in ((two, admin), (one, beside), (two, admin)):
+            until(partial(at_rest, told), within_s=BOUND_S, what="the turn is seen to end")
             later = turn(gateway, messages)
             assert later.headers["x-ownerserve-worker"] == place
             assert int(later.headers["x-ownerserve-cached-tokens"]) > 100

@@ -440,7 +440,9 @@ class SessionAdmission:
         total = fixed = 0.0
         for worker in workers:
             profile, speed = worker.profile, worker.speed
-            if not profile.kv_bytes_total or not speed.kv_bytes_per_token:
+            if not (profile.kv_bytes_total and profile.are_tokens_sized):
+                return None
+            if not speed.kv_bytes_per_token:
                 return None
             total += profile.kv_bytes_total / speed.kv_bytes_per_token
             fixed += speed.kv_bytes_per_sequence / speed.kv_bytes_per_token

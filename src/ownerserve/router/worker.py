@@ -117,6 +117,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     actions: frozenset[PlacementAction] = EVERY_ENGINE
     kv_bytes_total: int = 0
     """Device memory for state; 0: unknown, taken as enough."""
+    are_tokens_sized: bool = True
+    """Whether it said what a token takes of its memory; else `speed` has an assumed size, by which
+    nobody is held at the door."""
     sequence_tokens: int = 0
     """The longest sequence it takes; 0: not said."""
     is_prefill_measured: bool = True

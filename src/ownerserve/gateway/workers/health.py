@@ -61,6 +61,7 @@ def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[
         speed=_speed(stated, default),
         actions=_actions(stated.actions),
         kv_bytes_total=status.load.kv_bytes_total,
+        are_tokens_sized=bool(stated.kv_bytes_per_token or stated.kv_bytes_per_sequence),
         sequence_tokens=stated.sequence_tokens,
         is_prefill_measured=stated.speed is not None
         and stated.speed.prefill_measured_s is not None,
