@@ -55,7 +55,7 @@ def turn(http: httpx.Client, messages: list[dict[str, str]]) -> httpx.Response:
 
 
 def at_rest(admin: str) -> bool:
-    """Whether the gateway knows of nothing that runs: another's turn is priced by workers' words."""
+    """Whether the gateway knows of nothing that runs; of others' turns it knows workers' words."""
     workers = httpx.get(f"{admin}/status").json()["workers"]
     return all(not one["batch"] and not one["queue_ms"] for one in workers)
 
