@@ -48,23 +48,23 @@ COLD_TOOLS = 20.0
 """Tools that take so many times longer: a session comes back when its state has left the device."""
 
 
-class Work(NamedTuple):
-    """Whose sessions are played, and how long their tools take."""
+class Played(NamedTuple):
+    """Played work is whose sessions run, and how long their tools take."""
 
     role: str
     tool_scale: float = 1.0
 
 
 WORKS = {
-    "agents": Work("held_out"),
-    "cold resume": Work("held_out", COLD_TOOLS),
-    "rollouts": Work("rollouts"),
-    "long documents": Work("longdoc"),
+    "agents": Played("held_out"),
+    "cold resume": Played("held_out", COLD_TOOLS),
+    "rollouts": Played("rollouts"),
+    "long documents": Played("longdoc"),
 }
 
 
-class Row(NamedTuple):
-    """A row is one kind of work on one fleet with one engine's abilities."""
+class Served(NamedTuple):
+    """Served work is one kind of work on one fleet with one engine's abilities."""
 
     pace: str
     work: str
@@ -74,21 +74,21 @@ class Row(NamedTuple):
         return f"{self.pace}, {self.work}, {self.abilities}"
 
 
-def _rows(scale: Scale) -> Iterator[Row]:
+def _rows(scale: Scale) -> Iterator[Served]:
     """Yield the rows; quick: of one model and one engine."""
     for pace in scale.of(PACES, PACES[1:]):
         for work in WORKS:
             for abilities in scale.of(SETS, SETS[1:2]):
-                yield Row(pace, work, abilities)
+                yield Served(pace, work, abilities)
 
 
-def _policies(row: Row) -> tuple[str, ...]:
+def _policies(row: Served) -> tuple[str, ...]:
     """Return ours and the rivals that such engines can carry out."""
     splits = PlacementAction.REMOTE_PREFILL in granted(row.abilities).actions
     return (OURS, *(name for name in RIVALS if splits or name not in PD))
 
 
-def _setup(row: Row, policy: str, scale: Scale, seed: int) -> SimSetup:
+def _setup(row: Served, policy: str, scale: Scale, seed: int) -> SimSetup:
     workers, lanes = scale.of(WORKERS, 2), scale.of(LANES, 4)
     token_bytes = geometry_of(pace_of(row.pace)).bytes_per_token
     kv_bytes = round(lanes * CONTEXT_TOKENS * token_bytes / (PRESSURE * workers))
@@ -111,7 +111,7 @@ def _setup(row: Row, policy: str, scale: Scale, seed: int) -> SimSetup:
     )
 
 
-def _label(row: Row, policy: str, seed: int) -> str:
+def _label(row: Served, policy: str, seed: int) -> str:
     return f"{policy} on {row}, draw {seed}"
 
 
@@ -130,11 +130,11 @@ def _jobs(scale: Scale) -> dict[str, Job]:
     }
 
 
-def _values(results: Results, row: Row, policy: str, path: str) -> list[float]:
+def _values(results: Results, row: Served, policy: str, path: str) -> list[float]:
     return [known(results[_label(row, policy, seed)], path) for seed in _seeds(results.scale)]
 
 
-def _best(results: Results, row: Row, path: str) -> Compared:
+def _best(results: Results, row: Served, path: str) -> Compared:
     """Compare ours with the best rival there, by mean, so that above 1 is better for us."""
     sign = 1.0 if path == WORK else -1.0
     rival = max(
