@@ -14,6 +14,7 @@ from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.node.ownership.ownership import FLUSH_S
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
+from ownerserve.sim.fleet import gauge
 from ownerserve.sim.fleet.ownership import LEASE_S, SimOwnership
 from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.timeline.turns import prefix_name
@@ -262,12 +263,12 @@ def test_a_worker_where_a_turn_of_the_session_is_keeps_it() -> None:
     built = ready(agents(1, 2, most_output=4000), setup("sticky", workers=2))
     fleet, heap = built.fleet, built.heap
     fleet.begin()
-    while fleet.is_busy and not any(worker.has_turn_of(S) for worker in fleet.workers):
+    while fleet.is_busy and not any(gauge.has_turn_of(worker, S) for worker in fleet.workers):
         heap.run_some(1)
-    (source,) = (worker for worker in fleet.workers if worker.has_turn_of(S))
+    (source,) = (worker for worker in fleet.workers if gauge.has_turn_of(worker, S))
     (other,) = (worker for worker in fleet.workers if worker is not source)
     heap.run(until_s=heap.now + SETTLED_S)
-    assert source.has_turn_of(S)
+    assert gauge.has_turn_of(source, S)
     owned = fleet.ownership.standing(S, source.unit, heap.now)
     assert owned is not None
     fleet.gateways[0].claims.ask(AskRelease(S, source.unit, owned.epoch, other.unit), heap.now)

@@ -75,6 +75,7 @@ class UnservedReason(StrEnum):
     TOO_LONG = "too_long"
     OVERLOADED = "overloaded"
     ENGINE_ERROR = "engine_error"
+    CLIENT_TIMEOUT = "client_timeout"
 
 
 class RoutingUnit(msgspec.Struct, frozen=True, array_like=True, gc=False):

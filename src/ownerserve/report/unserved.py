@@ -17,6 +17,7 @@ MENDS: dict[str, str] = {
     UnservedReason.NO_ROOM: "add workers or memory (--workers, --kv), or a faster link (--nic)",
     UnservedReason.OVERLOADED: "add workers, or fewer sessions at once (--mode capped:N)",
     UnservedReason.ENGINE_ERROR: "workers died (--faults)",
+    UnservedReason.CLIENT_TIMEOUT: "add workers, or clients that wait longer",
 }
 UNNAMED = "see `modes` and `reasons` in --json"
 

@@ -131,7 +131,9 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     make_transfers = parts.transfers or partial(_transfers, setup.links)
     transfers = make_transfers(heap, setup.transfer_s)
     ownership = SimOwnership(heap, delay_s=setup.directory_ms / 1000.0)
-    fleet = SimFleet(heap, workload, routers, ownership=ownership, transfers=transfers)
+    fleet = SimFleet(
+        heap, workload, routers, ownership=ownership, transfers=transfers, clients=setup.clients
+    )
     for number, gateway in enumerate(fleet.gateways):
         _wire(gateway, setup, heap, number)
     if setup.oracle in PARTS:

@@ -18,6 +18,7 @@ from ownerserve.router.admission import SeatSettings
 from ownerserve.router.entry.queue import QueueSettings
 from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.sim.config import faults
+from ownerserve.sim.config.clients import ClientSettings
 from ownerserve.sim.config.faults import Fault
 from ownerserve.sim.config.granted import FROM_TIERS, EngineAbilities, Granted, granted
 from ownerserve.sim.engine.batch import FOLD_MAX
@@ -67,6 +68,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     gateways          among which sessions are shared out, each with a router, a queue and seats of
                       its own; of the others' turns they know what workers say
     probe_s           how often each of several asks every worker for its load
+    clients           how often they ask again for a turn, and how long they wait
     pace              model@gpu of a shipped pace (sim.engine.pace), or a file of one's own
     kv_bytes          device memory for state of a worker; 0: what the pace's GPUs have
     step_factors      by how much longer than the pace says a worker's steps take, by worker in
@@ -94,6 +96,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     prefill_workers: int = 0
     gateways: int = 1
     probe_s: float = 1.0
+    clients: ClientSettings = ClientSettings()
     pace: str = "qwen3-30b-a3b@h200"
     kv_bytes: int = 0
     step_factors: tuple[float, ...] = (1.0,)

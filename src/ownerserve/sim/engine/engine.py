@@ -108,6 +108,22 @@ class SimEngine:
         """Return all sequences here, oldest first."""
         return sorted((*self._waiting, *self.prefilling, *self.decoding), key=_order_of)
 
+    def withdraw(self, sequence: SimSequence, now: float) -> None:
+        """Take a sequence out that nobody waits for, between two steps or from the queue; what it
+        sealed stays cached."""
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        elif sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+            self.cache.abort(sequence.turn_id, now)
+        elif sequence in self.decoding:
+            self.decoding.remove(sequence)
+            self._context -= sequence.position
+            self.cache.abort(sequence.turn_id, now)
+        self._at_risk.discard(sequence.turn_id)
+        self._recount(sequence, 0)
+        self._starved_room = None
+
     def start(self, now: float) -> float | None:
         """Plan what runs next and return how many seconds it takes; None when nothing can run."""
         assert not self._steps, "a step is in flight"

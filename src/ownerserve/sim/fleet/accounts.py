@@ -39,6 +39,9 @@ class LiveTurn(msgspec.Struct, gc=False, eq=False):
     brought_bytes: int = 0
     decided_s: float = 0.0
     landed_s: float = 0.0
+    running: SimSequence | None = None
+    """What is at a worker for it: all of it, or its prompt where that is computed apart; None while
+    state is brought."""
 
 
 class ConversationState(msgspec.Struct, gc=False):

@@ -12,7 +12,7 @@ from functools import partial
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.admission import forked_from
-from ownerserve.router.entry.queue import AdmissionQueue
+from ownerserve.router.entry.queue import AdmissionQueue, HeldTurn
 from ownerserve.router.entry.terms import (
     EnteringTurn,
     TurnedAway,
@@ -25,12 +25,14 @@ from ownerserve.sim.timeline.heap import Heap, TimedCall
 from ownerserve.sim.timeline.turns import SimTurn
 
 Arrival = Callable[[SimTurn, float], None]
+TurnedBack = Callable[[SimTurn, float, float], None]
+"""Called with the seconds after which the turn may come again, too."""
 
 
 class SimEntrant:
     """An entrant is a simulated turn, and what it does when it is let in, or turned away."""
 
-    def __init__(self, turn: SimTurn, go: Arrival, turned_away: Arrival, heap: Heap) -> None:
+    def __init__(self, turn: SimTurn, go: Arrival, turned_away: TurnedBack, heap: Heap) -> None:
         self._turn = turn
         self._go = go
         self._turned_away = turned_away
@@ -42,7 +44,7 @@ class SimEntrant:
 
     def turned_away(self, no: TurnedAway) -> None:
         """End the turn, which its client is told no."""
-        self._turned_away(self._turn, self._heap.now)
+        self._turned_away(self._turn, no.retry_after_s, self._heap.now)
 
 
 class SimAdmissionQueue:
@@ -55,17 +57,21 @@ class SimAdmissionQueue:
         self._sessions = sessions
         self._timer: TimedCall | None = None
         self._away: set[int] = set()
-        """Turns that were turned away and are not over."""
+        """Turns that were turned away, or whose client hung up, and are not over."""
+        self._held: dict[int, HeldTurn] = {}
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def enter(self, turn: SimTurn, go: Arrival, turned_away: Arrival, *, now: float) -> None:
-        """Call `go(turn, now)` at once or when the turn is let in, or `turned_away(turn, now)`."""
+    def enter(self, turn: SimTurn, go: Arrival, turned_away: TurnedBack, *, now: float) -> None:
+        """Call `go(turn, now)` at once or when the turn is let in, or `turned_away(turn,
+        retry_after_s, now)`."""
         if self._queue.is_open:
             go(turn, now)
             return
-        entrant = SimEntrant(turn, go, partial(self._turned_away, turned_away), self._heap)
+        self._away.discard(turn.number)  # it comes again
+        let_in = partial(self._let_in, go)
+        entrant = SimEntrant(turn, let_in, partial(self._turned_away, turned_away), self._heap)
         main = SessionId(turn.name.partition("/")[0])
         parent = forked_from(
             main if main != turn.name else None,
@@ -85,7 +91,25 @@ class SimAdmissionQueue:
             ),
             came_s=now,
         )
-        if self._queue.enter(entering, entrant, now_s=now) is not None:
+        held = self._queue.enter(entering, entrant, now_s=now)
+        if held is not None:
+            self._held[turn.number] = held
+            self._arm(now)
+
+    def leave(self, turn: SimTurn, now: float) -> bool:
+        """Take a turn out whose client hangs up; returns False when it does not wait here."""
+        held = self._held.pop(turn.number, None)
+        if held is None:
+            return False
+        self._queue.leave(held, now)
+        self._away.add(turn.number)
+        self._arm(now)
+        return True
+
+    def stopped(self, turn: SimTurn, now: float) -> None:
+        """Note that a try of the turn is over, and that it comes again."""
+        if not self._queue.is_open and turn.number not in self._away:
+            self._queue.ended(turn.name, turn.prompt_tokens, now)
             self._arm(now)
 
     def answered(self, answer_s: float, refilled_s: float) -> None:
@@ -107,9 +131,16 @@ class SimAdmissionQueue:
             self._queue.ended(turn.name, turn.prompt_tokens + turn.output_tokens, now)
         self._arm(now)
 
-    def _turned_away(self, then: Arrival, turn: SimTurn, now: float) -> None:
-        self._away.add(turn.number)
+    def _let_in(self, then: Arrival, turn: SimTurn, now: float) -> None:
+        self._held.pop(turn.number, None)
         then(turn, now)
+
+    def _turned_away(
+        self, then: TurnedBack, turn: SimTurn, retry_after_s: float, now: float
+    ) -> None:
+        self._held.pop(turn.number, None)
+        self._away.add(turn.number)
+        then(turn, retry_after_s, now)
 
     def _look(self, now: float) -> None:
         self._queue.look(now)

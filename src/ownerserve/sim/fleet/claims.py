@@ -17,6 +17,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.router.messages import AskRelease, Claimed, LetGo, ReleaseEnd, ReleaseEnded
 from ownerserve.router.state import RouterState
+from ownerserve.sim.fleet import gauge
 from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.worker.worker import SimWorker
@@ -85,7 +86,7 @@ class Claims:
         """Hear the question at the source, and answer. A worker that is down says nothing."""
         source = self._living(asked.source)
         end = ReleaseEnd.KEPT
-        if source is not None and not source.has_turn_of(asked.session):
+        if source is not None and not gauge.has_turn_of(source, asked.session):
             end = self._ownership.release(asked, now)
             if end is ReleaseEnd.RELEASED:
                 _let_go(source, asked.session)

@@ -25,6 +25,7 @@ from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.messages import ExecutionMode, PlacementAction, Tier, UnservedReason
 from ownerserve.router.entry.terms import refilled_ms
 from ownerserve.router.messages import (
+    Aborted,
     Answer,
     Arrive,
     AskRelease,
@@ -41,9 +42,11 @@ from ownerserve.router.messages import (
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, Worker
+from ownerserve.sim.config.clients import ClientSettings
 from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.fleet import gauge
 from ownerserve.sim.fleet.accounts import Accounts, LiveTurn
+from ownerserve.sim.fleet.clients import Clients
 from ownerserve.sim.fleet.gateway import SimGateway
 from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.metrics.counters import FleetCounters
@@ -57,6 +60,9 @@ from ownerserve.sim.workload import WorkloadDriver
 
 BYTES_PER_TOKEN = 4
 """Bytes of a request's body for one token; the router learns each session's own ratio."""
+
+REFUSED_RETRY_S = 1.0
+"""The Retry-After of a gateway that has no worker for a turn."""
 
 _BRINGING = frozenset(
     {
@@ -79,6 +85,7 @@ class SimFleet:
         *,
         ownership: SimOwnership,
         transfers: Transfers,
+        clients: ClientSettings,
     ) -> None:
         self.rows = Rows()
         self.counters = FleetCounters()
@@ -97,6 +104,7 @@ class SimFleet:
         self._live: dict[TurnId, LiveTurn] = {}
         self._apart: dict[TurnId, LiveTurn] = {}
         self._coming = 0  # releases on the heap
+        self.clients = Clients(heap, clients, ask=self._ask, hang_up=self._hang_up)
 
     @property
     def live(self) -> int:
@@ -106,7 +114,7 @@ class SimFleet:
     @property
     def is_busy(self) -> bool:
         """Whether a turn is live or will be released."""
-        return self._coming > 0 or bool(self._live) or self._waits()
+        return self._coming > 0 or bool(self._live) or self.clients.waiting > 0 or self._waits()
 
     def join(self, worker: SimWorker, profile: Profile | None, now: float) -> None:
         """Tell gateways and the directory that a worker is up. `profile` None: as in its former
@@ -167,6 +175,11 @@ class SimFleet:
     def _enter(self, turn: SimTurn, now: float) -> None:
         self._coming -= 1
         self.counters.turns_released += 1
+        self._ask(turn, now)
+
+    def _ask(self, turn: SimTurn, now: float) -> None:
+        """Have the turn's client ask for it, for the first time or again."""
+        self.clients.asked(turn, now)
         admission = self.gateway_of(turn).admission
         admission.enter(turn, self._arrive, self._turned_away, now=now)
 
@@ -185,25 +198,56 @@ class SimFleet:
             row.owner, row.owner_wait_ms = self._at(owner).index, owner.queue_ms
         outcome = gateway.router.handle(arrive, now)
         if isinstance(outcome, Refuse):
-            self._refused(turn, row, now)
+            self._refused(turn, row, REFUSED_RETRY_S, now)
             return
         worker = self._at(outcome.decision.worker)
-        live = LiveTurn(turn, row, outcome, worker, self._sequence(turn), gateway)
+        sequence = self._sequence(turn)
+        live = LiveTurn(turn, row, outcome, worker, sequence, gateway)
         self._live[live.sequence.turn_id] = live
         if owner is None:
             row.owner_wait_ms = outcome.decision.worker.queue_ms
         self._place(live, now)
 
-    def _turned_away(self, turn: SimTurn, now: float) -> None:
+    def _turned_away(self, turn: SimTurn, retry_after_s: float, now: float) -> None:
         if self.foresight is not None:
             self.foresight.arrived(turn, now)
-        self._refused(turn, _row_of(turn, now), now)
+        self._refused(turn, _row_of(turn, now), retry_after_s, now)
+
+    def _hang_up(self, turn: SimTurn, now: float) -> None:
+        """End a try whose answer has not begun in time, wherever it is."""
+        gateway = self.gateway_of(turn)
+        row = _row_of(turn, now)
+        if not gateway.admission.leave(turn, now):
+            live = self._live.pop(self._sequence(turn).turn_id)
+            row = live.row
+            gateway.router.handle(Aborted(live.dispatch.receipt), now)
+            if live.running is not None:
+                is_apart = self._apart.pop(live.running.turn_id, None) is not None
+                where = self.workers[row.prefill_worker] if is_apart else live.worker
+                where.give_up(live.running, now)
+                self._transfers.room_at(where, now)
+        if not self._comes_again(turn, None, now):
+            row.mode, row.reason = ExecutionMode.FAILED, UnservedReason.CLIENT_TIMEOUT
+            self._close(turn, row, now)
+
+    def _comes_again(self, turn: SimTurn, retry_after_s: float | None, now: float) -> bool:
+        if not self.clients.ask_again(turn, retry_after_s, now):
+            return False
+        self.gateway_of(turn).admission.stopped(turn, now)
+        return True
 
     def _at(self, worker: Worker) -> SimWorker:
         return self._named[worker.id]
 
     def _sequence(self, turn: SimTurn) -> SimSequence:
-        return sequence_of(turn, self._workload.block_tokens)
+        """Return the sequence of a try of the turn, under a name of its own."""
+        sequence, retries = (
+            sequence_of(turn, self._workload.block_tokens),
+            self.clients.retries_of(turn),
+        )
+        if retries:
+            sequence.turn_id = TurnId(f"{sequence.turn_id}r{retries}")
+        return sequence
 
     def _place(self, live: LiveTurn, now: float) -> None:
         """Perform the decision."""
@@ -218,6 +262,7 @@ class SimFleet:
             live.row.prefill_worker = prefiller.index
             part = _prefill_of(live.sequence)
             self._apart[part.turn_id] = live
+            live.running = part
             prefiller.submit(part, now)
         elif decision.action in _BRINGING and source is not None and source is not decision.worker:
             holder = self._at(source)
@@ -231,11 +276,14 @@ class SimFleet:
         turn, worker = live.turn, live.worker
         epoch = live.gateway.claims.epoch_of(turn.name)
         self.ownership.came(turn.name, worker.unit, parent=turn.parent, epoch=epoch, now=now)
+        live.running = live.sequence
         worker.submit(live.sequence, now)
 
     def _brought(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
         """Go on after a transfer for this turn, which ended well or not: what landed is in the
         cache."""
+        if self._is_over(live):
+            return
         moves = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
         if brought.landing is TransferOutcome.LOST:
             if moves:
@@ -249,6 +297,10 @@ class SimFleet:
         elif moves and brought.landing is not TransferOutcome.NOTHING_TO_BRING:
             self._accounts.gave_up(live, now)
         self._submit(live, now)
+
+    def _is_over(self, live: LiveTurn) -> bool:
+        """Return whether the turn's client has hung up meanwhile."""
+        return self._live.get(live.sequence.turn_id) is not live
 
     @staticmethod
     def _waited(live: LiveTurn, brought: TransferResult, now: float) -> None:
@@ -267,6 +319,7 @@ class SimFleet:
         if live is None:
             return  # the prefill part of a turn that decodes elsewhere
         live.has_begun = True
+        self.clients.answered(live.turn)
         status = gauge.status(live.worker, now)
         gateway = live.gateway
         moved = gateway.router.handle(FirstByte(live.dispatch.receipt, status), now)
@@ -314,14 +367,14 @@ class SimFleet:
             source = wanted.source
             gateway.claims.ask(wanted, now)
         self._accounts.left(live, now, released=source)
-        self.rows.add(row)
+        self._end(turn, row)
         self._over(turn, self._workload.finished(turn, now), now)
         self._transfers.room_at(live.worker, now)
 
     def _prefilled(self, live: LiveTurn, part: SimSequence, now: float) -> None:
         """Bring the prompt that was computed elsewhere, then decode."""
         prefiller = self.workers[live.row.prefill_worker]
-        live.decided_s = now
+        live.decided_s, live.running = now, None
         live.row.started_s = part.begun_s
         live.row.computed_tokens += part.computed_tokens
         live.row.cached_tokens = part.restored_tokens
@@ -334,6 +387,8 @@ class SimFleet:
     def _sent(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
         """Go on with what was computed elsewhere, if it has come. When it is late or its source
         died it is computed here; without room the attempt is lost."""
+        if self._is_over(live):
+            return
         if brought.landing is TransferOutcome.LOST:
             self._lost(live, now, reason=UnservedReason.ENGINE_ERROR)
             return
@@ -352,8 +407,10 @@ class SimFleet:
         if live is not None:
             where = self.workers[live.row.prefill_worker]
         else:
-            live = self._live[sequence.turn_id]
-            where = live.worker
+            found = self._live.get(sequence.turn_id)
+            if found is None:
+                return  # its client hung up at this instant
+            live, where = found, found.worker
         self._lost(
             live,
             now,
@@ -383,13 +440,20 @@ class SimFleet:
             self._live[again.sequence.turn_id] = again
             self._place(again, now)
             return
+        is_refused = not live.has_begun and reason is not UnservedReason.TOO_LONG
+        if is_refused and self._comes_again(turn, REFUSED_RETRY_S, now):
+            return
         row.worker, row.mode, row.reason = live.worker.index, ExecutionMode.FAILED, reason
         if live.has_begun:
             row.started_s = max(row.started_s, live.sequence.begun_s)
             row.first_token_s = live.sequence.first_token_s
         self._close(turn, row, now)
 
-    def _refused(self, turn: SimTurn, row: TurnRow, now: float) -> None:
+    def _refused(
+        self, turn: SimTurn, row: TurnRow, retry_after_s: float | None, now: float
+    ) -> None:
+        if self._comes_again(turn, retry_after_s, now):
+            return
         row.mode, row.reason = ExecutionMode.REFUSED, UnservedReason.OVERLOADED
         self._close(turn, row, now)
 
@@ -398,8 +462,13 @@ class SimFleet:
         row.started_s = max(row.started_s, row.routed_s)
         row.first_token_s = max(row.first_token_s, row.started_s)
         row.done_s = now
-        self.rows.add(row)
+        self._end(turn, row)
         self._over(turn, self._workload.failed(turn, now), now)
+
+    def _end(self, turn: SimTurn, row: TurnRow) -> None:
+        row.client_retries = self.clients.retries_of(turn)
+        self.clients.over(turn)
+        self.rows.add(row)
 
     def _over(self, turn: SimTurn, releases: list[tuple[float, Any]], now: float) -> None:
         if self.foresight is not None:
@@ -423,8 +492,11 @@ class SimFleet:
     def check(self) -> None:
         """Raise InvariantViolated unless nothing was lost and everybody's books are whole."""
         released, ended, live = self.counters.turns_released, len(self.rows), len(self._live)
-        if released != ended + live:
-            raise InvariantViolated(f"invariant 3: {released} released, {ended} ended, {live} live")
+        waiting = self.clients.waiting + sum(len(gateway.admission) for gateway in self.gateways)
+        if released != ended + live + waiting:
+            raise InvariantViolated(
+                f"invariant 3: {released} released, {ended} ended, {live} live, {waiting} waiting"
+            )
         routed = sum(gateway.router.live for gateway in self.gateways)
         if routed != live:
             raise InvariantViolated(f"invariant 3: {live} live, the routers have {routed}")

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.status import RefillShare, WorkerLoad
 from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.samples import WorkerSample
@@ -53,6 +54,12 @@ def pending_tokens(worker: SimWorker) -> int:
     for sequence in worker.restoring.values():
         tokens += sequence.pending_tokens
     return tokens
+
+
+def has_turn_of(worker: SimWorker, session: SessionId) -> bool:
+    """Return whether a turn of the session is at the worker, if only in its queue."""
+    everyone = (*worker.restoring.values(), *worker.machine.engine.everyone())
+    return any(sequence.turn.name == session for sequence in everyone)
 
 
 def sample(worker: SimWorker) -> WorkerSample:

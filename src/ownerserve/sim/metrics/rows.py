@@ -34,7 +34,9 @@ class TurnRow(msgspec.Struct, gc=False):
     the turn arrived, NO_WORKER when none did (a first turn, a lost owner).
     `owner_wait_ms`: what others' pending prefill would have made the turn wait at `owner` then
     (`router.pricing.wait_ms`); at `worker`, when there was no owner.
-    `attempts`: dispatches, 1 when nothing was retried. `preemptions`: times it was thrown out.
+    `attempts`: dispatches of the client's last try, 1 when nothing was retried; `client_retries`:
+    how often it asked again after it was refused or had hung up. `preemptions`: times it was thrown
+    out.
 
     When: `arrived_s` released; `routed_s` the dispatch that ended it; `started_s` admitted by the
     engine's scheduler (restore done); `first_token_s`; `done_s`. For a turn that never got as far
@@ -63,6 +65,7 @@ class TurnRow(msgspec.Struct, gc=False):
     owner: int = NO_WORKER
     owner_wait_ms: float = 0.0
     attempts: int = 1
+    client_retries: int = 0
     preemptions: int = 0
     routed_s: float = 0.0
     started_s: float = 0.0

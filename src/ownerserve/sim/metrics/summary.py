@@ -125,6 +125,7 @@ def _outcomes(table: NDArray[Any], served: NDArray[Any]) -> dict[str, Metric]:
         "truncation_rate": ratio(truncated, total),
         "error_rate": ratio(total - len(served), total),
         "retries": int((table["attempts"] - 1).sum()),
+        "client_retries": int(table["client_retries"].sum()),
     }
 
 

@@ -59,7 +59,8 @@ def tasks(table: NDArray[Any]) -> Tasks:
         gaps = GapColumns(none, none, nobody)
         return Tasks(nobody, none, none, none, none, np.zeros(0, np.bool_), gaps)
     gaps, tool_s = _gaps(rows, starts)
-    retried = np.where(rows["attempts"] > 1, rows["routed_s"] - rows["arrived_s"], 0.0)
+    again = (rows["attempts"] > 1) | (rows["client_retries"] > 0)
+    retried = np.where(again, rows["routed_s"] - rows["arrived_s"], 0.0)
     whole = np.isin(rows["mode"], SERVED) & (rows["output_tokens"] >= rows["wanted_tokens"])
     return Tasks(
         sessions.astype(np.int64),

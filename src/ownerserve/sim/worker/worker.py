@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Resume
-from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
+from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.specs import Coverage
@@ -116,6 +116,8 @@ class SimWorker:
         self._make = make
         self._listener = listener
         self.restoring: dict[TurnId, SimSequence] = {}
+        self._leaving: dict[TurnId, SimSequence] = {}
+        """Turns that are given up when the step under way ends."""
         self._began_s = 0.0
         self._step: TimedCall | None = None
         self.machine = make(self)
@@ -144,11 +146,6 @@ class SimWorker:
         """Return how many of a prompt's full units lie on the device."""
         return self.machine.cache.residents.blocks(prompt) * self._block_units
 
-    def has_turn_of(self, session: SessionId) -> bool:
-        """Return whether a turn of the session is here, if only in the queue."""
-        everyone = (*self.restoring.values(), *self.machine.engine.everyone())
-        return any(sequence.turn.name == session for sequence in everyone)
-
     # -- events ---------------------------------------------------------------------------------
 
     def submit(self, sequence: SimSequence, now: float) -> None:
@@ -167,6 +164,19 @@ class SimWorker:
         node.handle(arrived, now)
         if sequence.turn_id in self.restoring:  # else it is in the queue, and counted there
             sequence.pending_tokens = self._uncached(sequence)
+
+    def give_up(self, sequence: SimSequence, now: float) -> None:
+        """End a turn that nobody waits for: at once where it waits, at the end of the step that is
+        under way where it runs. Its listener hears no more of it."""
+        self.settle(now)
+        engine = self.machine.engine
+        if self._step is not None and sequence in (*engine.prefilling, *engine.decoding):
+            self._leaving[sequence.turn_id] = sequence
+            return
+        if self.restoring.pop(sequence.turn_id, None) is None:
+            engine.withdraw(sequence, now)
+        self.machine.node.handle(TurnGone(sequence.turn_id), now)
+        self.look(now)
 
     def started(self, turn_id: TurnId, now: float) -> None:
         """Let the turn run: the node has nothing more to bring."""
@@ -236,8 +246,10 @@ class SimWorker:
         self.lives.append(self.machine)
         self.incarnation = Incarnation(self.incarnation + 1)
         self.unit = RoutingUnit(self.name, 0, self.incarnation)
+        leaving, self._leaving = self._leaving, {}
         for sequence in lost:
-            self._listener.lost(sequence, now)
+            if sequence.turn_id not in leaving:
+                self._listener.lost(sequence, now)
 
     def rise(self) -> None:
         """Begin the next life, with an empty device."""
@@ -266,10 +278,16 @@ class SimWorker:
         machine = self.machine  # the same to the end: nobody is killed by what it says
         ended = machine.engine.end(now)
         for sequence in ended.began:
-            self._listener.began(sequence, now)
+            if sequence.turn_id not in self._leaving:
+                self._listener.began(sequence, now)
         for sequence in ended.done:
             machine.node.handle(_ended(sequence), now)
-            self._listener.served(sequence, now)
+            if self._leaving.pop(sequence.turn_id, None) is None:
+                self._listener.served(sequence, now)
+        leaving, self._leaving = self._leaving, {}
+        for sequence in leaving.values():
+            machine.engine.withdraw(sequence, now)
+            machine.node.handle(TurnGone(sequence.turn_id), now)
         self._start(now)
 
     def check(self) -> None:
