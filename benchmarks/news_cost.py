@@ -33,9 +33,11 @@ from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Turn
 from ownerserve.cache.policies import DEFAULT_EVICTION, EVICTION_POLICIES
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import HashedPrefix
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
 from ownerserve.node.ownership.news import NewsWaiters
+from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.sim.engine.pace import load_pace
 from result import Row, report
 
@@ -44,7 +46,7 @@ CONTEXT = 100_000
 CHUNK = 8192
 ANSWER = 300
 NEWS_S = 0.05
-QUESTIONS = 1000
+QUESTIONS = 500
 GATEWAYS = 4
 
 
@@ -60,14 +62,18 @@ class Worker:
         self._pace = load_pace("qwen3-30b-a3b", "h200")
         self._inventory = Inventory()
         self._waiters = NewsWaiters(self._inventory)
-        self._on_device = OnDevice(self.cache, self._inventory)
+        self._chains = Chains(BLOCK, block_bytes=layout.packed_block_bytes)
+        self._on_device = OnDevice(self.cache, self._inventory, digest_at=self._chains.digest_at)
         self._after, self._next_page_s = 0, 0.0
         self._waiting = self._waiters.wait(0)
         self._encoder = msgspec.json.Encoder()
 
-    def turn(self, turn: Turn) -> None:
-        """A prompt and an answer, step by step."""
-        cache, turn_id = self.cache, turn.turn_id
+    def turn(self, turn: Turn, hashed: HashedPrefix) -> None:
+        """A prompt, hashed where it was read, and an answer, step by step."""
+        cache, turn_id, session_id = self.cache, turn.turn_id, turn.session_id
+        assert session_id is not None
+        with self._counted("words"):
+            self._chains.hashed(turn.tokens, session_id, hashed)
         with self._counted("cache"):
             begun = cache.begin(turn, self.gpu_s)
         assert isinstance(begun, Begun)
@@ -85,8 +91,8 @@ class Worker:
         with self._counted("cache"):
             cache.finish(turn_id, self.gpu_s)
         with self._counted("words"):
-            assert turn.session_id is not None
-            self._on_device.ended(turn.session_id)
+            self._chains.digests(cache.residents.tokens_of(session_id), session_id)
+            self._on_device.ended(session_id)
 
     def _step(self, turn_id: TurnId, tokens: bytes, upto: int, *, took_ms: float) -> None:
         with self._counted("cache"):
@@ -125,9 +131,13 @@ def main() -> None:
     worker = Worker(blocks)
     firsts = range(0, asked.sessions << 20, 1 << 20)
     prompts = [array("I", range(first, first + CONTEXT)).tobytes() for first in firsts]
+    prefixes = [HashedPrefix(BLOCK) for _ in prompts]
+    for prefix, prompt in zip(prefixes, prompts, strict=True):
+        prefix.grow(prompt)
     for number in range(asked.turns):
         at = number % asked.sessions
-        worker.turn(Turn(TurnId(str(number)), SessionId(f"s{at:032d}"), prompts[at]))
+        turn = Turn(TurnId(str(number)), SessionId(f"s{at:032d}"), prompts[at])
+        worker.turn(turn, prefixes[at].copy())
     spent, gpu_s, pages, turns = worker.spent, worker.gpu_s, worker.pages, asked.turns
     news_s = spent["words"] + spent["pages"]
     way_ms, own_ms = (0.0, 0.0) if asked.no_worker else ways_cpu_ms()
