@@ -94,7 +94,6 @@ VARIANTS = {
     "fixed": BaselineParts(prior=RECORDED, learning=_Never),
     "learnt x0.1": BaselineParts(learning=_times(0.1)),
     "learnt x3": BaselineParts(learning=_times(3.0)),
-    "learnt x5": BaselineParts(learning=_times(5.0)),
 }
 
 Name: TypeAlias = tuple[str, str, int, str]

@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.router.learning import Learning
 from ownerserve.router.messages import (
     Arrive,
     Dispatch,
@@ -49,7 +50,7 @@ class World:
 
     def __init__(self, policy: str, *, workers: int, sessions: int) -> None:
         self.policy = make_policy(policy)
-        self.state = RouterState(self.policy)
+        self.state = RouterState(self.policy, learning=Learning(spilled_to=Tier.DISK))
         self.draw = random.Random(7)
         self.now_s = 0.0
         for number in range(workers):

@@ -46,3 +46,12 @@ def test_what_is_given_by_hand_is_not_learnt() -> None:
         run(build(WorkloadDriver.of(TRACE, wanted.shape), wanted)).gateways[0].router.settings
     )
     assert (settings.hot_ms, settings.cool_s) == (7.0, 3.0)
+
+
+def test_what_a_turn_adds_is_what_its_session_did_not_have_before_it_came() -> None:
+    """News of what a turn leaves may be heard before its end."""
+    built = build(WorkloadDriver.of(TRACE, setup().shape), setup(news_ms=0.0))
+    learning = run(built).gateways[0].router.learning
+    assert learning is not None and learning.facts is not None
+    assert 600 <= learning.facts.addition_tokens_p50 <= 1400
+    assert 0.5 <= learning.facts.reuse_share <= 0.95

@@ -197,6 +197,8 @@ class _Live(msgspec.Struct, gc=False):
     life: int
     loads: tuple[Load, ...]
     reason: DispatchReason
+    known_tokens: int = 0
+    """What of the prompt was computed before, as it was sent."""
     attempt: int = 1
     tried: tuple[Worker, ...] = ()
     has_answered: bool = False
@@ -379,6 +381,7 @@ class RouterState:
             worker.passed = self._issued
         worker.add(load)
         live.life, live.has_answered = worker.life, False
+        live.known_tokens = request.known_tokens
         if session is not None:
             session.turns += 1
             session.pending += live.parts()
@@ -491,7 +494,7 @@ class RouterState:
         session.idle_since_s = now
         if usage is not None and worker.life == live.life:
             if self.learning is not None:
-                turn = _turn_of(live.name or alias, session, usage, worker)
+                turn = _turn_of(live, live.name or alias, usage)
                 if self.learning.took(turn, now):
                     self._learn(self.learning, now)
             prompt_bytes = live.arrive.prompt_bytes if event.prompt is Prompt.IN_BODY else 0
@@ -697,12 +700,11 @@ def _to_compute(request: RoutingRequest, decision: Decision) -> int:
     return tokens if tokens > 1 else 1
 
 
-def _turn_of(
-    name: SessionId | None, session: RoutedSession, usage: Usage, worker: Worker
-) -> EndedTurn:
-    """Return what a turn that has ended at `worker` was like; its session has not grown by it."""
-    prompt, known_tokens = usage.prompt_tokens, session.known_tokens
-    return EndedTurn(name, prompt, usage.output_tokens, known_tokens, worker.batch + 1)
+def _turn_of(live: _Live, name: SessionId | None, usage: Usage) -> EndedTurn:
+    """Return what a turn that has ended was like; what was known of its session is what was known
+    when it was sent, since news of what it leaves may come before its end."""
+    batch = live.decision.worker.batch + 1
+    return EndedTurn(name, usage.prompt_tokens, usage.output_tokens, live.known_tokens, batch)
 
 
 def _told(live: _Live, receipt: Receipt, request: RoutingRequest) -> Dispatch:
