@@ -187,11 +187,13 @@ LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
 
 
 class RecordQuery(msgspec.Struct, frozen=True, gc=False):
-    """A `RecordQuery` says what a record's id stands for: the component's blocks of `cell`, or the
-    point at its end when the cell is empty; that point is another one's lead if `lead` says how."""
+    """A `RecordQuery` says what a record's id stands for: the component's blocks [first, end), or
+    the point at `end` where the two are equal; that point is another one's lead if `lead` says how.
+    `first` None: the cell of the grid that ends there, which most are and few are found of."""
 
     component: str
-    cell: Cell
+    end: int
+    first: int | None = None
     lead: LeadUse | None = None
 
 
@@ -220,16 +222,15 @@ def record_queries(
 ) -> dict[bytes, RecordQuery]:
     """Return the ids to ask for with what each stands for: range records that end at a depth of
     `ranges`, and point state at those of `points`."""
-    asked: dict[bytes, RecordQuery] = {}
     ends = tuple(ranges)
-    for end, ids in zip(ends, names.range_ids(ends, digests), strict=True):
-        cell = names.cell_ending_at(end)
-        for name, id_ in zip(names.range_names, ids, strict=True):
-            asked[id_] = RecordQuery(name, cell)
+    asked = {
+        id_: RecordQuery(name, end)
+        for end, ids in zip(ends, names.range_ids(ends, digests), strict=True)
+        for name, id_ in zip(names.range_names, ids, strict=True)
+    }
     for depth in points if names.point_names else ():
-        point = Cell(depth, depth)
         for name in names.point_names:
-            asked[names.point_id(name, depth, digests)] = RecordQuery(name, point)
+            asked[names.point_id(name, depth, digests)] = RecordQuery(name, depth, depth)
     return asked
 
 
@@ -242,10 +243,10 @@ def queries_inside(
     for item in inside:
         cell, lead = names.shared_cell(item, digests), lead_use(names, item, digests)
         if cell is not None:
-            queries[item.meta.id] = RecordQuery(item.meta.component, cell)
+            queries[item.meta.id] = RecordQuery(item.meta.component, cell.end, cell.first)
         elif lead is not None and names.lead is not None:
-            point = Cell(lead.depth, lead.depth)
-            queries[item.meta.id] = RecordQuery(names.lead.point_name, point, lead)
+            name, depth = names.lead.point_name, lead.depth
+            queries[item.meta.id] = RecordQuery(name, depth, depth, lead)
     return queries
 
 
@@ -267,12 +268,14 @@ def stored_records(
         if what.lead is not None:
             base = what.lead.base_id
             if not base or (base in found and base not in without):
-                at = points.setdefault(what.cell.end, {})
+                at = points.setdefault(what.end, {})
                 at.setdefault(what.component, StoredRecord(id_, tier, what.lead))
-        elif what.cell.first == what.cell.end:
-            points.setdefault(what.cell.end, {})[what.component] = StoredRecord(id_, tier)
+        elif what.first == what.end:
+            points.setdefault(what.end, {})[what.component] = StoredRecord(id_, tier)
         else:
-            ranges.setdefault(what.cell, {})[what.component] = StoredRecord(id_, tier)
+            first, end = what.first, what.end
+            cell = names.cell_ending_at(end) if first is None else Cell(first, end)
+            ranges.setdefault(cell, {})[what.component] = StoredRecord(id_, tier)
     longest, whole = dict[int, Cell](), len(names.range_names)
     for cell, parts in ranges.items():
         if len(parts) == whole:

@@ -177,7 +177,7 @@ class Inside(msgspec.Struct, frozen=True):
     boundary: bytes
 
 
-PLACES_KEPT = 8192
+PLACES_KEPT = 32_768
 
 
 class _Places(dict[int, bytes]):

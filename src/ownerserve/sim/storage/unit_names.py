@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from struct import Struct
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.prefix import SHA256_BYTES, ArtifactId, ArtifactIds, Packed, PrefixChain
@@ -32,7 +32,8 @@ class UnitChain(PrefixChain):
         data = self._tail + packed if self._tail else packed
         full = len(data) - len(data) % self._block_bytes
         last_ids = Struct(f"{self._block_bytes - UNIT_BYTES}x{UNIT_BYTES}s")
-        added = [PrefixHash(name + _PADDING) for (name,) in last_ids.iter_unpack(data[:full])]
+        names = [name + _PADDING for (name,) in last_ids.iter_unpack(data[:full])]
+        added = cast("list[PrefixHash]", names)
         self.digests += added
         if added:
             self._state = added[-1]
