@@ -103,6 +103,6 @@ class Turnover:
 
     def _leaving(self, node: Node, depth: int) -> Leaving:
         block, last = self._block, node.stops[-1]
-        going = [stop for stop in node.stops if stop.depth > depth]
-        sessions = tuple(SessionId(name) for stop in going for name in stop.anchors or ())
+        going = [stop.anchors for stop in node.stops if stop.depth > depth and stop.anchors]
+        sessions = tuple([SessionId(name) for anchors in going for name in anchors])
         return Leaving(depth * block, node.end * block, last.last_s, sessions)

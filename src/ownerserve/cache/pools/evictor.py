@@ -161,7 +161,8 @@ class Evictor:
             if need <= 0 or not heap:
                 break
             key, _, node = entry = heap[0]
-            if not node.is_live or key is not node.queued or node.end <= node.floor:
+            end = node.end
+            if not node.is_live or key is not node.queued or end <= node.floor:
                 if key is node.queued:
                     node.queued = None
                 heappop(heap)
@@ -173,8 +174,9 @@ class Evictor:
                 continue
             looked.append(entry)
             heappop(heap)
-            found.append((node, _cold_from(node)))
-            need -= node.end - found[-1][1]
+            cold = _cold_from(node)
+            found.append((node, cold))
+            need -= end - cold
         for entry in looked:
             heappush(heap, entry)
         return found

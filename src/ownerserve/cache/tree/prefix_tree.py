@@ -141,8 +141,13 @@ class ResumeDepth(msgspec.Struct, eq=False):
     def is_stored(self) -> bool:
         """Tell whether a session that stands here can have all of it from below the device. Looks
         at LOOK_SESSIONS of them: who was forked from one stands where it does."""
-        standing = islice((self.anchors or {}).values(), LOOK_SESSIONS)
-        return any(session.stored >= self.depth for session in standing)
+        if not self.anchors:
+            return False
+        depth = self.depth
+        for session in islice(self.anchors.values(), LOOK_SESSIONS):
+            if session.stored >= depth:
+                return True
+        return False
 
     def point_slots(self, names: tuple[str, ...]) -> dict[str, int]:
         """Return the slots of the point components `names` that are resident here, by name."""

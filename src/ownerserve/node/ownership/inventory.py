@@ -133,6 +133,16 @@ class Inventory:
         word = self._has.get((session_id, tier.value))
         return 0 if word is None else word.tokens
 
+    def holds(self, sessions: Iterable[SessionId], tier: Tier, tokens: int) -> bool:
+        """Tell whether `tier` is told to have so many of the first tokens of one of the
+        sessions."""
+        has, place = self._has, tier.value
+        for session_id in sessions:
+            word = has.get((session_id, place))
+            if word is not None and word.tokens >= tokens:
+                return True
+        return False
+
     def has(
         self,
         session_id: SessionId,

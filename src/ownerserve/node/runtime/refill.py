@@ -14,6 +14,8 @@ then costs a share of a step that can't be measured.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.turnover import Leaving, TurnoverLook
 from ownerserve.kv.messages import Tier
@@ -21,7 +23,7 @@ from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.status import REFILL_SHARE_MAX, RefillShare
 from ownerserve.node.ownership.inventory import BELOW, Inventory
 from ownerserve.plan.cost.model import CostModel
-from ownerserve.plan.cost.prices import Prices
+from ownerserve.plan.cost.prices import LoadTable
 
 LOOK_EVERY_S = 0.5
 STATED_PARTS = (1 / 64, 1 / 16, 1 / 4, 1 / 2)
@@ -63,31 +65,28 @@ class RefillGauge:
         way."""
         prices = self._costs.prices()
         prefill = prices.prefill
+        loads = [(tier, prices.tiers[tier]) for tier in BELOW if tier in prices.tiers]
         computed_ms = prefill.b_ms * look.held_tokens + prefill.c_ms * look.held_positions
         seen_ms = back_ms = 0.0
         for one in look.leaving:
             anew_ms = prefill.ms(one.tokens, one.start) - prefill.a_ms
             if one.sessions:
                 seen_ms += anew_ms
-                back_ms += min(anew_ms, self._load_ms(one, prices))
+                back_ms += min(anew_ms, self._load_ms(one, loads))
             else:
                 computed_ms -= anew_ms
         if seen_ms > 0.0:
             computed_ms *= back_ms / seen_ms
         return max(computed_ms, 0.0)
 
-    def _load_ms(self, one: Leaving, prices: Prices) -> float:
+    def _load_ms(self, one: Leaving, loads: Sequence[tuple[Tier, LoadTable]]) -> float:
         """Return how long loading the stretch from below takes; infinite where no tier is known to
         hold it."""
         best_ms = float("inf")
-        for tier in BELOW:
-            table = prices.tiers.get(tier)
-            if table is not None and self._is_held(one, tier):
+        for tier, table in loads:
+            if self._inventory.holds(one.sessions, tier, one.end):
                 best_ms = min(best_ms, table.ms(int(one.tokens * self._token_bytes)))
         return best_ms
-
-    def _is_held(self, one: Leaving, tier: Tier) -> bool:
-        return any(self._inventory.tokens(name, tier) >= one.end for name in one.sessions)
 
 
 def _share(refill_s: float, idle_s: float) -> float:
