@@ -22,7 +22,7 @@ from rich.table import Table as Shown
 
 from goal import cells as runs
 from goal import tables
-from goal.contenders import BOUND, OURS, POOLS, REFERENCE, rivals
+from goal.contenders import BOUND, OURS, PERTURBATIONS, POOLS, REFERENCE, rivals
 from goal.families import LOADS, Sources, cases
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.units import GIB
@@ -37,7 +37,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, help="folder of the shared traces")
     parser.add_argument("--aiperf", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument("--perturbations", type=int, default=3, choices=range(1, 6))
+    parser.add_argument(
+        "--perturbations", type=int, default=3, choices=range(1, 1 + len(PERTURBATIONS))
+    )
     parser.add_argument("--rivals", choices=("main", "all", "none"), default="main")
     parser.add_argument("--contenders", nargs="*", metavar="NAME", help="just these")
     parser.add_argument("--reference", action="store_true", help="with the reference and the bound")

@@ -74,15 +74,20 @@ GROWTH_TOKENS = 40_000
 PACE_SIGMA = 0.05
 """How far, in ln, a fleet is from the pace that all are told: drawn for each draw and perturbation
 but the first, the same for everybody."""
+WORKER_SIGMA = 0.01
+"""How far, in ln, each of its workers is from the fleet's pace, drawn alike."""
 PERTURBATIONS: tuple[dict[str, object], ...] = (
     {},
     {"step_tokens": 8_356},
+    {"worker_order": (2, 0, 3, 1)},
     {"step_tokens": 8_028},
     {"transfer_s": 30.6},
     {"transfer_s": 29.4},
 )
-"""Each changes a limit by 2 %, which nobody would call another fleet; how fast it truly is is drawn
-beside."""
+"""Each changes a limit by 2 %, or who is taken of workers that are as good, which nobody would call
+another fleet; how fast it truly is is drawn beside. Of workers that are equal to the digit an order
+changes but the names (tests/sim/test_worker_order.py): so each has a pace of its own, as machines
+have."""
 
 
 def rivals(which: str) -> tuple[str, ...]:
@@ -112,7 +117,7 @@ def setup_of(contender: str, case: Case, perturbation: int) -> SimSetup:
         prefill_workers=WORKERS // 2 if policy in PD else 0,
         pace=PACE,
         kv_bytes=case.kv_bytes,
-        step_factors=(_pace_factor(case, perturbation),),
+        step_factors=_pace_factors(case, perturbation),
         seats=seats,
         hot_ms=NEVER_MS if name == UNMOVED else None,
         links=links,
@@ -138,6 +143,11 @@ def fixed_seats(share: float) -> SeatSettings:
     )
 
 
-def _pace_factor(case: Case, perturbation: int) -> float:
+def _pace_factors(case: Case, perturbation: int) -> tuple[float, ...]:
+    """Return how much longer than told each worker's steps take."""
+    if not perturbation:
+        return (1.0,)
     chance = random.Random(f"pace {case.family} {case.draw} {perturbation}")
-    return round(exp(chance.gauss(0.0, PACE_SIGMA)), 4) if perturbation else 1.0
+    fleets = chance.gauss(0.0, PACE_SIGMA)
+    own = [chance.gauss(0.0, WORKER_SIGMA) for _ in range(WORKERS)]
+    return tuple(round(exp(fleets + one), 4) for one in own)

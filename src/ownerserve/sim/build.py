@@ -151,6 +151,9 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
         worker = SimWorker(
             index, heap, make, nic=nic, unit_tokens=workload.block_tokens, listener=fleet
         )
+        fleet.workers.append(worker)
+    for index in setup.worker_order or range(setup.workers):
+        worker = fleet.workers[index]
         fleet.join(worker, _profile(setup, worker, pace, speed), heap.now)
     action = unmet(policies[0], routers[0].fleet.candidates(None))
     if action is not None:

@@ -65,6 +65,8 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     policy            where turns run: a router policy (POLICIES)
     workers           routing units; of these `prefill_workers` only prefill (PD)
+    worker_order      all, as gateways come to know them: of those that are as good the first
+                      is taken; (): as numbered
     gateways          among which sessions are shared out, each with a router, a queue and seats of
                       its own; of the others' turns they know what workers say
     probe_s           how often each of several asks every worker for its load
@@ -94,6 +96,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     policy: str = "ownerserve"
     workers: int = 8
     prefill_workers: int = 0
+    worker_order: tuple[int, ...] = ()
     gateways: int = 1
     probe_s: float = 1.0
     clients: ClientSettings = ClientSettings()
@@ -136,6 +139,9 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.prefill_workers} of {self.workers} workers",
                 "leave one that decodes",
             )
+        if self.worker_order and sorted(self.worker_order) != list(range(self.workers)):
+            problem = f"{self.worker_order} of {self.workers} workers"
+            raise InvalidInput("worker_order", problem, "name each from 0 on once, or none")
         for field in ("workers", "gateways", "step_tokens", "running", "longest_fold"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")

@@ -119,9 +119,7 @@ class SimFleet:
     def join(self, worker: SimWorker, profile: Profile | None, now: float) -> None:
         """Tell gateways and the directory that a worker is up. `profile` None: as in its former
         life."""
-        if worker.index == len(self.workers):
-            self.workers.append(worker)
-            self._named[worker.name] = worker
+        self._named[worker.name] = worker
         for gateway in self.gateways:
             gateway.up(worker, profile, now)
         self.ownership.lives(worker.unit, now)
