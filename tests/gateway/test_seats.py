@@ -77,6 +77,38 @@ def test_seats_are_counted_unless_told_otherwise(play: Play) -> None:
     play(scenario, engines=1, health_interval_s=60.0)
 
 
+def test_a_client_that_gives_up_and_tries_again_has_its_place_back(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        small(world)
+        first = await world.client()
+        assert (await first.post(CHAT, ONE, x__session__id="a")).status == 200
+        turns = world.gateway.turns.admission
+        impatient, patient = await world.client(), await world.client()
+        given_up = asyncio.ensure_future(impatient.post(CHAT, OTHER, x__session__id="b"))
+        await waiting(world, 1)
+        other = b'{"messages":"' + b"z" * 3000 + b'"}'
+        last = asyncio.ensure_future(patient.post(CHAT, other, x__session__id="c"))
+        await waiting(world, 2)
+        impatient.hang_up()
+        with pytest.raises((OSError, asyncio.IncompleteReadError)):
+            await given_up
+        await waiting(world, 1)
+        again = await world.client()
+        answer = asyncio.ensure_future(again.post(CHAT, OTHER, x__session__id="b"))
+        await waiting(world, 2)
+        places = [turns.place(held).place for held in turns.waiting()]
+        assert places == [2, 1], "the one who came last is first"
+        for name, turn, body in (("a", answer, ONE), ("b", last, OTHER)):
+            client = await world.client()
+            ended = await client.post(
+                CHAT, body, x__session__id=name, x__ownerserve__session__final="1"
+            )
+            assert ended.status == 200
+            assert (await turn).status == 200
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
 def test_nobody_waits_beyond_the_patience(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session inside never goes; who waits is served all the same, and counted."""
     monkeypatch.setattr(service, "SWEEP_INTERVAL_S", 0.05)

@@ -12,7 +12,13 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.admission import Answer, SeatSettings, SessionAdmission, Wait
+from ownerserve.router.admission import (
+    PLACE_KEPT_S,
+    Answer,
+    SeatSettings,
+    SessionAdmission,
+    Wait,
+)
 from ownerserve.router.entry.fair import Ticket
 from ownerserve.router.entry.terms import ENTER, Enter, LinePlace, WaitReason
 from ownerserve.router.fleet import room_tokens
@@ -339,7 +345,7 @@ def test_who_comes_back_and_hangs_up_leaves_the_line() -> None:
     room = seats()
     back = away_for(room, 1.0, absent=60_000)
     assert isinstance(back, Wait)
-    room.leave(back.ticket)
+    room.leave(back.ticket, 700.0)
     assert room.waiting == 0 and room.due(900.0) == []
 
 
@@ -359,10 +365,49 @@ def test_who_hangs_up_leaves_the_queue() -> None:
     first = room.ask(s("b"), 50_000, parent=None, now_s=1.0)
     second = room.ask(s("c"), 50_000, parent=None, now_s=1.0)
     assert isinstance(first, Wait) and isinstance(second, Wait)
-    room.leave(first.ticket)
-    room.leave(first.ticket)
+    room.leave(first.ticket, 1.5)
+    room.leave(first.ticket, 1.5)
     room.over(s("a"))
     assert room.due(2.0) == [second.ticket]
+
+
+def test_who_hangs_up_and_asks_again_has_its_place_and_its_time_back() -> None:
+    """A client that does not stream gives up after its own minute, and tries again, for ever."""
+    room = seats()
+    room.ask(s("a"), 95_000, parent=None, now_s=0.0)
+    first = room.ask(s("b"), 50_000, parent=None, now_s=1.0)
+    second = room.ask(s("c"), 50_000, parent=None, now_s=2.0)
+    assert isinstance(first, Wait) and isinstance(second, Wait)
+    for left_s in (60.0, 120.0, 180.0, 240.0):
+        room.leave(first.ticket, left_s)
+        assert room.place(second.ticket) == LinePlace(1, 1)
+        assert room.ask(s("b"), 50_000, parent=None, now_s=left_s + PLACE_KEPT_S / 2) == first
+        assert room.place(first.ticket) == LinePlace(1, 2)
+    assert room.next_due_s() == 601.0
+    assert room.due(601.0) == [first.ticket]
+    room.check()
+
+
+def test_a_place_is_not_kept_for_ever() -> None:
+    room = seats()
+    room.ask(s("a"), 95_000, parent=None, now_s=0.0)
+    first = room.ask(s("b"), 50_000, parent=None, now_s=1.0)
+    second = room.ask(s("c"), 50_000, parent=None, now_s=2.0)
+    assert isinstance(first, Wait) and isinstance(second, Wait)
+    room.leave(first.ticket, 10.0)
+    late = room.ask(s("b"), 50_000, parent=None, now_s=10.1 + PLACE_KEPT_S)
+    assert isinstance(late, Wait) and late.ticket > second.ticket
+    assert room.place(late.ticket) == LinePlace(2, 2)
+
+
+def test_who_comes_back_gives_up_and_asks_again_waits_no_longer_for_it() -> None:
+    room = seats()
+    back = away_for(room, 1.0, absent=60_000)
+    assert isinstance(back, Wait)
+    room.leave(back.ticket, 500.0)
+    again = room.ask(s("a"), 70_000, parent=None, now_s=560.0, absent_tokens=60_000)
+    assert again == back
+    assert room.next_due_s() == 701.0
 
 
 def test_without_a_word_on_memory_there_is_no_limit() -> None:
@@ -374,7 +419,7 @@ def test_without_a_word_on_memory_there_is_no_limit() -> None:
 @pytest.mark.parametrize("field", ["share", "idle_s", "return_s", "patience_s"])
 def test_a_setting_out_of_range_is_named(field: str) -> None:
     with pytest.raises(InvalidInput, match=field):
-        SeatSettings(**{field: 0.0})
+        replace(SeatSettings(), **{field: 0.0})
 
 
 class SeatsPlay(RuleBasedStateMachine):
@@ -386,6 +431,8 @@ class SeatsPlay(RuleBasedStateMachine):
         self.now = 0.0
         self.waiting: dict[int, str] = {}
         self.order: list[int] = []
+        self.gone: dict[str, tuple[int, float]] = {}
+        """Who hung up had which ticket, and when it left."""
         self.live: dict[str, int] = {}
         self.count = 0
 
@@ -429,8 +476,22 @@ class SeatsPlay(RuleBasedStateMachine):
     def one_hangs_up(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(self.order))
         self.order.remove(ticket)
-        del self.waiting[ticket]
-        self.room.leave(ticket)  # type: ignore[arg-type]
+        self.gone[self.waiting.pop(ticket)] = (ticket, self.now)
+        self.room.leave(Ticket(ticket), self.now)
+
+    @precondition(lambda self: self.gone)
+    @rule(data=st.data(), tokens=st.integers(1, 60_000))
+    def one_tries_again(self, data: st.DataObject, tokens: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.gone)))
+        ticket, left_s = self.gone.pop(name)
+        answer = self.room.ask(s(name), tokens, parent=None, now_s=self.now)
+        if isinstance(answer, Wait):
+            assert (answer.ticket == ticket) is (self.now <= left_s + PLACE_KEPT_S)
+            self.waiting[answer.ticket] = name
+            self.order = sorted([*self.order, answer.ticket])
+        else:
+            assert not self.waiting, "nobody overtakes"
+            self.live[name] = 1
 
     @invariant()
     def books_agree(self) -> None:

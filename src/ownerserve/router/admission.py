@@ -60,6 +60,10 @@ PROMISES_MAX = 1 << 17
 """Sessions that are remembered as let in once; of more, those unseen for longest are forgotten."""
 
 
+PLACE_KEPT_S = 120.0
+"""So long the place of a session is kept that left the line: clients and proxies give up on a
+silent server, and try again."""
+PLACES_MAX = 1 << 12
 STAY_EVERY_S = 20.0
 """So often the stay, and by how much a session grows, are decided anew."""
 REFILLS_PRICED = 4
@@ -116,6 +120,14 @@ class _Inside(msgspec.Struct, gc=False):
     """Whether a turn of it has ended well."""
 
 
+class _Left(msgspec.Struct, frozen=True, gc=False):
+    """A left place is the ticket that one had since `came_s` who left the line at `left_s`."""
+
+    ticket: Ticket
+    came_s: float
+    left_s: float
+
+
 class _Back(msgspec.Struct, frozen=True, gc=False):
     """A session that was inside before is back since `came_s`, with a prompt of `tokens`."""
 
@@ -150,6 +162,8 @@ class SessionAdmission:
         """When stay and growth were last decided."""
         self._came: OrderedDict[Ticket, float] = OrderedDict()
         """When those who wait came (s), the first of them first."""
+        self._left: OrderedDict[SessionId, _Left] = OrderedDict()
+        """Places that are kept, of those who left first before the others."""
         self._may_follow = False
         """Whether a session was let in since those who wait were asked whether they are its."""
         self._issued = 0
@@ -190,8 +204,10 @@ class SessionAdmission:
         if self._is_promised(session, parent):
             is_long = absent_tokens >= DEFAULTS.long_tokens and self._inside.get(session) is None
             if is_long and parent not in self._inside and not self._takes_back(tokens):
-                self._back[ticket := self._ticket()] = _Back(session, tokens, now_s)
-                return Wait(ticket, WaitReason.STATE)
+                place = self._place_of(session, now_s)
+                self._back[place.ticket] = _Back(session, tokens, place.came_s)
+                self._back = OrderedDict(sorted(self._back.items()))
+                return Wait(place.ticket, WaitReason.STATE)
             self._enter(session, tokens, now_s=now_s, growth=0)
             return ENTER
         if not self._fleet.up:
@@ -199,7 +215,7 @@ class SessionAdmission:
         if (not self.waiting and self._has_seat(tokens)) or self._has_idle(tokens):
             self._enter(session, tokens, now_s=now_s, growth=self.growth_tokens)
             return ENTER
-        ticket = self._ticket()
+        place = self._place_of(session, now_s)
         turn = EnteringTurn(
             session=session,
             prompt_tokens=tokens,
@@ -210,9 +226,9 @@ class SessionAdmission:
             session_class=session_class,
             came_s=now_s,
         )
-        self._waiting.add(InLine(ticket, turn))
-        self._came[ticket] = now_s
-        return Wait(ticket)
+        self._waiting.add(InLine(place.ticket, turn))
+        self._came[place.ticket] = place.came_s
+        return Wait(place.ticket)
 
     def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
         """Note that a turn is over, well or not; the session's context is `tokens` now (0: as
@@ -242,13 +258,14 @@ class SessionAdmission:
         self._promised.pop(session, None)
         self._stand_up(session)
 
-    def leave(self, ticket: Ticket) -> None:
-        """Take the ticket of a client that hung up out of the line; one that no longer waits is no
-        error."""
-        if self._back.pop(ticket, None) is not None:
-            return
-        self._waiting.leave(ticket)
-        self._came.pop(ticket, None)
+    def leave(self, ticket: Ticket, now_s: float) -> None:
+        """Take the ticket of a client that hung up out of the line, and keep its place for
+        PLACE_KEPT_S; one that no longer waits is no error."""
+        if (back := self._back.pop(ticket, None)) is not None:
+            self._keep_place(back.session, _Left(ticket, back.came_s, now_s))
+        elif (one := self._waiting.leave(ticket)) is not None:
+            assert one.turn.session is not None
+            self._keep_place(one.turn.session, _Left(ticket, self._came.pop(ticket), now_s))
 
     def place(self, ticket: Ticket) -> LinePlace:
         """Return where one stands who waits: who was inside before stands in a line of its own."""
@@ -272,7 +289,7 @@ class SessionAdmission:
         if not self._fleet.up:
             found += (one.ticket for one in self._waiting.in_order())
             for ticket in found:
-                self.leave(ticket)
+                self.leave(ticket, now_s)
             return found
         idle, beside, passed = self._idle(), self._beside_tokens(), 0
         for one in self._waiting.in_order():
@@ -294,9 +311,19 @@ class SessionAdmission:
             found.append(one.ticket)
         return found + self._following(now_s)
 
-    def _ticket(self) -> Ticket:
+    def _place_of(self, session: SessionId, now_s: float) -> _Left:
+        """Return the place that the session had a short while ago, or a new one."""
+        known = self._left.pop(session, None)
+        if known is not None and now_s <= known.left_s + PLACE_KEPT_S:
+            return known
         self._issued += 1
-        return Ticket(self._issued)
+        return _Left(Ticket(self._issued), now_s, now_s)
+
+    def _keep_place(self, session: SessionId, place: _Left) -> None:
+        self._left[session] = place
+        self._left.move_to_end(session)
+        if len(self._left) > PLACES_MAX:
+            self._left.popitem(last=False)
 
     def _note_return(self, session: SessionId, tokens: int, now_s: float) -> None:
         """Tell the stay of a session that was away and is here again."""

@@ -116,7 +116,7 @@ class FairLine:
         return len(self._at)
 
     def add(self, one: InLine) -> None:
-        """Put one at the end of its tenant's class."""
+        """Put one into its tenant's class: at the end, or where its ticket stood before."""
         turn = one.turn
         tenant, flow = self._flows(turn)
         if not tenant.waiting:
@@ -125,7 +125,10 @@ class FairLine:
         if not flow.turns:
             flow.tag = max(flow.tag, tenant.virtual)
         tenant.waiting += 1
+        is_back = bool(flow.turns) and next(reversed(flow.turns)) > one.ticket
         flow.turns[one.ticket] = one
+        if is_back:
+            flow.turns = OrderedDict(sorted(flow.turns.items()))
         self._at[one.ticket] = one
 
     def first(self) -> InLine:

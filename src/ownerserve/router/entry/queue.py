@@ -238,7 +238,7 @@ class AdmissionQueue:
         """Take the turn of a client that hung up out of the queue; its entrant is never called. One
         that no longer waits is no error."""
         if held.waits:
-            self._take_out(held)
+            self._take_out(held, now_s)
             self._note_seats(now_s)
             self._stand_down(held, now_s)
 
@@ -290,7 +290,7 @@ class AdmissionQueue:
         waiting on."""
         for held in list(self._waiting.values()):
             if held.waits:
-                self._take_out(held)
+                self._take_out(held, now_s)
                 self._goes_on(held, now_s)
                 held.entrant.go(now_s)
 
@@ -298,7 +298,7 @@ class AdmissionQueue:
         """Let go on who waits for a seat: seats hold nobody just now."""
         for seat, held in list(self._seated.items()):
             assert self.seats is not None
-            self.seats.leave(seat)
+            self.seats.leave(seat, now_s)
             self._unseat(held, now_s)
 
     # Steps
@@ -410,7 +410,7 @@ class AdmissionQueue:
 
     def _drop(self, held: HeldTurn, reason: TurnAwayReason, now_s: float) -> None:
         """Turn one away who waits."""
-        self._take_out(held)
+        self._take_out(held, now_s)
         self._note_seats(now_s)
         held.waits_no_more(now_s)
         self._turn_away(held, reason, self._wait_s(held, now_s), now_s=now_s)
@@ -447,13 +447,13 @@ class AdmissionQueue:
         if self.seats is not None and session is not None and held.seat is None:
             self.seats.turned_away(session, now_s)
 
-    def _take_out(self, held: HeldTurn) -> None:
+    def _take_out(self, held: HeldTurn, now_s: float) -> None:
         """Take one out of the gate where it stands, and of the queue."""
         self._forget(held)
         if held.seat is not None:
             assert self.seats is not None
             self._seated.pop(held.seat, None)
-            self.seats.leave(held.seat)
+            self.seats.leave(held.seat, now_s)
         elif self._slots is not None:
             self._slots.leave(held.one)
 
