@@ -37,6 +37,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--traces", type=Path, help="folder of the shared traces")
     parser.add_argument("--aiperf", type=Path, nargs="*", default=[], metavar="FILE")
     parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--first-draw", type=int, default=1, help="draws before it were looked at")
     parser.add_argument(
         "--perturbations", type=int, default=3, choices=range(1, 1 + len(PERTURBATIONS))
     )
@@ -74,7 +75,8 @@ def batches(options: argparse.Namespace) -> Iterator[dict[str, runs.Wanted]]:
         raise InvalidInput("--only", f"{', '.join(sorted(unknown))}: unknown, or no --aiperf", mend)
     families = [one for one in sources.families if one in options.only] or sources.families
     loads = [one for one in LOADS if one in options.only] or list(LOADS)
-    for draw in range(1, 1 + scale.of(options.draws, min(options.draws, 2))):
+    first = options.first_draw
+    for draw in range(first, first + scale.of(options.draws, min(options.draws, 2))):
         for family in families:
             trace = sources.trace(family, draw)
             digests = (code, runs.trace_digest(trace))
@@ -139,9 +141,11 @@ def written(path: Path, shown: list[tables.Table], beaten: list[str]) -> None:
 def main() -> int:
     """Run, print, write; return the exit code."""
     options = parsed()
-    if options.draws < 1 or options.jobs < 0 or options.host_gib < 0:
+    if min(options.draws, options.first_draw) < 1 or min(options.jobs, options.host_gib) < 0:
         raise InvalidInput(
-            "--draws, --jobs, --host-gib", "out of range", "use 1 or more, 0 or more"
+            "--draws, --first-draw, --jobs, --host-gib",
+            "out of range",
+            "use 1 or more, 1 or more, 0 or more, 0 or more",
         )
     shown = tables.tables(all_cells(options))
     console = Console(width=220)
