@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from ownerserve.engines.vllm.scheduler_side.node_rpc import (
     NodeRpcHandler,
 )
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
+from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.inventory import Has, Lost, Page
@@ -27,6 +29,8 @@ from ownerserve.kv.wire.rpc import (
     PageIs,
     Probe,
     Reject,
+    Released,
+    ReleaseSession,
     Seed,
     Status,
     StatusIs,
@@ -129,3 +133,14 @@ def test_the_engine_says_how_busy_it_was_and_not_what_it_can_not_know(
     assert isinstance(answer, StatusIs)
     assert answer.status.busy_share is not None and 0.0 < answer.status.busy_share <= 1.0
     assert answer.status.refill_shares == ()
+
+
+def test_what_went_elsewhere_is_told_to_an_idle_engine_with_the_next_request(
+    handler: NodeRpcHandler, client: RpcClient
+) -> None:
+    """No step is built before that request has taken its room."""
+    reports = WorkerReports(handler, None, component="kv", groups=(16,))
+    assert client.ask(ReleaseSession(S)) == Released()
+    request = SimpleNamespace(request_id="next", num_tokens=40)
+    assert reports.arrived(request) == [S]
+    assert reports.arrived(request) == []
