@@ -19,6 +19,8 @@ from tests.support.waits import until
 pytestmark = pytest.mark.vllm
 
 B = 32
+ALL_IN = "--seats", "0"
+"""All sessions are let in at once: workers are small here."""
 LONGEST = 2040
 """Tokens of the longest prompt that is served."""
 
@@ -68,8 +70,8 @@ def test_what_vllm_evicts_changes_what_a_gateway_expects(
     room = "--num-gpu-blocks-override", "66"
     with ExitStack() as all_:
         worker = all_.enter_context(warm.serve(model, connector, tmp_path / "vllm.log", *room))
-        told, admin = all_.enter_context(gateway([worker.url], tmp_path / "told"))
-        blind = "--news-ms", "none"
+        told, admin = all_.enter_context(gateway([worker.url], tmp_path / "told", *ALL_IN))
+        blind = *ALL_IN, "--news-ms", "none"
         url, deaf = all_.enter_context(gateway([worker.url], tmp_path / "deaf", *blind))
         agent = Agent(url, "a", 1)
         agent.turn(answer_tokens=B + 8)
@@ -106,7 +108,7 @@ def test_what_a_session_that_moved_left_behind_goes_first(
             )
             log, room = tmp_path / f"vllm-{number}.log", ("--num-gpu-blocks-override", "120")
             servers.append(all_.enter_context(warm.serve(model, connector, log, *room)))
-        urls, words = [server.url for server in servers], ("--policy", "round_robin")
+        urls, words = [server.url for server in servers], (*ALL_IN, "--policy", "round_robin")
         url, admin = all_.enter_context(gateway(urls, tmp_path / "gateway", *words))
         stays, other, moves = (Agent(url, name, at) for at, name in enumerate(("s", "o", "m"), 1))
         names = {}

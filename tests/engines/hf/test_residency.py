@@ -318,7 +318,8 @@ def test_a_session_that_lost_its_place_on_the_device_is_expected_from_disk(tmp_p
     async def scenario() -> None:
         life = Life(tmp_path / "store", kv_bytes=2 << 20)
         try:
-            config = Config(workers=(parse_worker(life.url),), health_interval_s=0.1)
+            workers = (parse_worker(life.url),)  # and all three are let in at once
+            config = Config(workers=workers, health_interval_s=0.1, seats=None)
             async with gateway_over(config) as (gateway, client):
                 agents = [Agent(client, f"s{n}", n) for n in range(3)]
                 errors: list[int] = []
