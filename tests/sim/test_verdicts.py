@@ -16,6 +16,7 @@ from ownerserve.cli.simulation.evaluate import COLOURS
 from ownerserve.report.page import CLASSES, SIGNS, Verdict
 from ownerserve.sim.suites.base import Experiment, Finding, Origin, Results, Scale
 from ownerserve.sim.suites.registry import experiments
+from ownerserve.sim.suites.together import SETS
 from ownerserve.sim.suites.traces import ROLES
 
 ORIGINS = {role: Origin(role, 100, 1000, is_generated=True) for role in ROLES}
@@ -82,6 +83,14 @@ LEVEL_IS_ENOUGH = {
     "Their first tokens come no later than under any",
     "OwnerServe on the same 8 GPUs is no worse than any of them",
     "The cost-based policy is as fast as the best fixed one, and writes less than that",
+    *(
+        f"{claim}, with {abilities} abilities"
+        for abilities in SETS
+        for claim in (
+            "With one brain for both a fleet does as much work as with the best rival",
+            "Its turns' mean is no higher than the best rival's",
+        )
+    ),
     "Eviction by block frees what is needed: below 500 tokens at a time, not 67k",
 }
 """Claims that equal rows may support: they say no worse, as much as, within."""
@@ -182,6 +191,7 @@ CONTRARY: dict[str, dict[str, Any]] = {
         "*, ideal, *": {"tasks_per_gpu_hour": 2.0},
         "*, vllm-replay, *": {"ttft_ms": {"mean": 900.0}, "cached_token_share": 0.2},
     },
+    "together": {"ownerserve on*": {"tasks_per_gpu_hour": 2.0, "turn_mean_s": 90.0}},
     "goal-oracle": {"all at*": {"turn_p95_s": 10.0, "tasks_per_gpu_hour": 9.0}},
     "goal-tiers": {
         "ownerserve, *": {"tasks_per_gpu_hour": 2.0, "turn_p95_s": 90.0},
