@@ -9,10 +9,11 @@ ONE_MAX in the window on its turns share the weight of so many, so that it does 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.settings import WorkloadFacts
@@ -34,8 +35,8 @@ class EndedTurn(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A seen turn is what the window keeps of one that ended; `reused_tokens` of its prompt an
-    earlier turn had left: never all of it, the last token is always new."""
+    """A seen turn is what the window keeps of one that ended, the `number`th; `reused_tokens` of
+    its prompt an earlier turn had left: never all of it, the last token is always new."""
 
     session: SessionId | None
     prompt_tokens: int
@@ -43,6 +44,11 @@ class _Seen(NamedTuple):
     reused_tokens: int
     new_tokens: int
     batch: int
+    number: int
+
+
+_Ranked: TypeAlias = list[tuple[int, int, SessionId | None]]
+"""A value of each turn in the window with the turn's number and session, the least first."""
 
 
 class WorkloadWindow:
@@ -52,6 +58,9 @@ class WorkloadWindow:
         self._turns: deque[_Seen] = deque()
         self._counts: dict[SessionId | None, int] = {}
         """How many turns of each session are in the window."""
+        self._contexts: _Ranked = []
+        self._new: _Ranked = []
+        self._taken = 0
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -60,25 +69,34 @@ class WorkloadWindow:
         """Take in a turn, in place of the oldest where the window is full."""
         counts, prompt = self._counts, turn.prompt_tokens
         reused, context = min(turn.known_tokens, max(prompt - 1, 0)), prompt + turn.output_tokens
-        self._turns.append(
-            _Seen(turn.session, prompt, context, reused, prompt - reused, turn.batch)
+        self._taken += 1
+        seen = _Seen(
+            turn.session, prompt, context, reused, prompt - reused, turn.batch, self._taken
         )
+        self._turns.append(seen)
+        insort(self._contexts, (context, seen.number, seen.session))
+        insort(self._new, (seen.new_tokens, seen.number, seen.session))
         counts[turn.session] = counts.get(turn.session, 0) + 1
         if len(self._turns) > TURNS_KEPT:
-            oldest = self._turns.popleft().session
-            counts[oldest] -= 1
-            if not counts[oldest]:
-                del counts[oldest]
+            self._forget(self._turns.popleft())
+
+    def _forget(self, oldest: _Seen) -> None:
+        number, counts = oldest.number, self._counts
+        del self._contexts[bisect_left(self._contexts, (oldest.context_tokens, number))]
+        del self._new[bisect_left(self._new, (oldest.new_tokens, number))]
+        counts[oldest.session] -= 1
+        if not counts[oldest.session]:
+            del counts[oldest.session]
 
     def facts(self) -> WorkloadFacts:
         """Return what the sessions look like. Raises ValueError where no turn is known."""
         if not self._turns:
             raise ValueError("no turn has ended: there are no facts")
-        sessions, prompts, contexts, reused, new, batches = zip(*self._turns, strict=True)
+        sessions, prompts, _, reused, _, batches, _ = zip(*self._turns, strict=True)
         share_of = {name: min(1.0, ONE_MAX / count) for name, count in self._counts.items()}
         shares = [share_of[name] for name in sessions]
-        context_p50, context_p90 = _quantiles(contexts, shares, (0.5, 0.9))
-        (new_p50,) = _quantiles(new, shares, (0.5,))
+        context_p50, context_p90 = _quantiles(self._contexts, share_of, (0.5, 0.9))
+        (new_p50,) = _quantiles(self._new, share_of, (0.5,))
         return WorkloadFacts(
             context_tokens_p50=context_p50,
             context_tokens_p90=context_p90,
@@ -94,18 +112,18 @@ def _weighed(values: Sequence[int], shares: Sequence[float]) -> float:
 
 
 def _quantiles(
-    values: Sequence[int], weights: Sequence[float], parts: Sequence[float]
+    ranked: _Ranked, share_of: Mapping[SessionId | None, float], parts: Sequence[float]
 ) -> list[int]:
     """Return the values below or at which those `parts` of the weight lie."""
-    ranked, weighed = zip(*sorted(zip(values, weights, strict=True)), strict=True)
-    total, found = sum(weighed), []
+    weights = [share_of[name] for _, _, name in ranked]
+    total, found = sum(weights), list[int]()
     for part in parts:
         left = part * total
-        for value, weight in zip(ranked, weighed, strict=True):
+        for (value, _, _), weight in zip(ranked, weights, strict=True):
             left -= weight
             if left <= 0.0:
                 found.append(value)
                 break
         else:
-            found.append(ranked[-1])
+            found.append(ranked[-1][0])
     return found
