@@ -87,8 +87,9 @@ class Table(NamedTuple):
 
     @property
     def rivals(self) -> list[str]:
-        """Whoever is neither ours nor told the future."""
-        return [name for name in self.contenders if name not in (OURS, BOUND) and not told(name)]
+        """Whoever is neither ours, nor ours with a part taken away, nor told the future."""
+        names = (name for name in self.contenders if name != BOUND and not told(name))
+        return [name for name in names if name.partition(", ")[0] != OURS]
 
 
 def told(name: str) -> bool:

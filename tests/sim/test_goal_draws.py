@@ -111,6 +111,13 @@ def test_who_beats_the_reference_is_named() -> None:
     assert said.startswith("ear: ")
 
 
+def test_ours_with_a_part_taken_away_is_no_rival() -> None:
+    """It would be the best of them, and the goal's lines would speak of it."""
+    found = table_of({OURS: 1.0, UNMOVED: 2.0, GATED: 2.0, "ear": 0.5, "ownerserve": 0.6})
+    assert found.rivals == ["ear", "ownerserve"]
+    assert not any("ours" in line.number.split(", ", 1)[-1] for line in tables.lines(found))
+
+
 def test_every_contender_is_a_setup() -> None:
     trace = drawn_anew(1, scale=Scale.QUICK)
     (case,) = cases("drawn", trace, 1, loads=["above"], scale=Scale.QUICK)
