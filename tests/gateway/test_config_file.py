@@ -57,7 +57,7 @@ def test_what_the_example_has_commented_out_is_of_the_right_type(tmp_path: Path)
     (tmp_path / "all.toml").write_text(text)
     told = parsed("--config", str(tmp_path / "all.toml"))
     assert told["tenants_file"] == tmp_path / "tenants.toml"
-    assert (told["seats"], told["opening_s"], told["directory"]) == (0.9, 5.0, "embedded:7700")
+    assert (told["seats"], told["opening_s"], told["directory"]) == (1.0, 5.0, "embedded:7700")
     assert all(value is not None for value in told.values())
 
 

@@ -410,6 +410,13 @@ def test_who_comes_back_gives_up_and_asks_again_waits_no_longer_for_it() -> None
     assert room.next_due_s() == 701.0
 
 
+def test_sessions_of_one_model_keep_nobody_from_another() -> None:
+    one, other = replace(KNOWN, model="one"), replace(KNOWN, model="other")
+    room = seats(one, other)
+    answers = [room.ask(s(f"{n}"), 90_000, parent=None, now_s=0.0) for n in range(9)]
+    assert all(isinstance(answer, Enter) for answer in answers)
+
+
 def test_without_a_word_on_memory_there_is_no_limit() -> None:
     room = seats(KNOWN, PLAIN)
     answers = [room.ask(s(f"{n}"), 90_000, parent=None, now_s=0.0) for n in range(9)]

@@ -20,8 +20,8 @@ While no worker is up nobody waits either, to be refused at once; nothing is pro
 A session is inside while a turn of it runs and for a stay after, `idle_s` at most, which follows
 from what the fleet does (entry/stay.py). One that comes back later and finds its state where it was
 goes on; if some long part of it is gone from every tier, it takes memory like a new one: it waits
-for room, before all new ones, `return_s` at most. Where the memory of one worker is not known there
-is no limit.
+for room, before all new ones, `return_s` at most. Where the memory of one worker is not known, or
+workers serve several models, there is no limit.
 
 Who waits stands in a fair line (entry/fair.py): in the order of arrival where there is one tenant.
 
@@ -461,9 +461,11 @@ class SessionAdmission:
 
     def _capacity_tokens(self) -> float | None:
         """Return how many tokens the fleet holds of the sessions inside and one more, less the
-        fixed bytes of each; None where a worker's memory is not known, or tokens take none of
-        it."""
+        fixed bytes of each; None where a worker's memory is not known, or tokens take none of it,
+        and where workers serve several models: sessions of one fill no memory of another's."""
         workers = self._fleet.up
+        if len({worker.profile.model for worker in workers}) > 1:
+            return None
         total = fixed = 0.0
         for worker in workers:
             profile, speed = worker.profile, worker.speed
