@@ -18,6 +18,7 @@ from ownerserve.router.entry.stay import RETURNS_LEAST
 from ownerserve.router.messages import Down, Gone, Refuse, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
 from tests.support.gateway.world import Play, World
+from tests.support.router.stays import FixedStay
 from tests.support.waits import WAIT_S
 
 SEATS = SeatSettings(share=1.0, growth_tokens=0, idle_s=60.0, patience_s=60.0)
@@ -212,7 +213,8 @@ def test_who_was_inside_and_whose_state_is_gone_waits_for_room(play: Play) -> No
         (worker,) = world.gateway.state.fleet.up
         up = WorkerUp(worker.id, incarnation=Incarnation(1))
         world.gateway.state.handle(up, world.gateway.now())
-        gateway, stay = world.gateway, world.gateway.turns.admission.seats.stay
+        gateway, stay = world.gateway, FixedStay(BRIEF.idle_s / 2)
+        gateway.turns.admission.seats.stay = stay
         world.engines[0].usage = (
             b'{"prompt_tokens": 10000, "completion_tokens": 1,'
             b' "prompt_tokens_details": {"cached_tokens": 0}}'

@@ -26,6 +26,7 @@ from ownerserve.router.messages import WorkerUp
 from ownerserve.router.worker import Load, Profile, Worker
 from tests.support.examples import examples
 from tests.support.router.fleets import PLAIN, fleet_of, load
+from tests.support.router.stays import FixedStay
 
 KNOWN = Profile(speed=PLAIN.speed, kv_bytes_total=100_000_000)
 """100,000 tokens of 1,000 bytes."""
@@ -297,8 +298,12 @@ def test_nobody_waits_for_ever_and_one_at_a_time_is_let_in_without_room() -> Non
     assert room.impatient == 3
 
 
-def away_for(room: SessionAdmission, away_s: float, *, absent: int) -> Answer:
-    """Fill the room with "a", which goes away, and "b"; "a" comes back with as much lost."""
+def away_for(
+    room: SessionAdmission, away_s: float, *, absent: int, stay_s: float = RULES.idle_s / 2
+) -> Answer:
+    """Fill the room with "a", which goes away for longer than seats are kept, and "b"; "a" comes
+    back with as much lost."""
+    room.stay = FixedStay(stay_s)
     room.ask(s("a"), 60_000, parent=None, now_s=0.0)
     room.ended(s("a"), 60_000, 1.0)
     room.ask(s("b"), 60_000, parent=None, now_s=400.0)
@@ -339,6 +344,11 @@ def test_who_was_inside_waits_for_its_room_no_longer_than_is_set() -> None:
 def test_who_finds_its_state_or_lost_little_of_it_never_waits() -> None:
     assert away_for(seats(), 1.0, absent=0) == ENTER
     assert away_for(seats(), 1.0, absent=8_000) == ENTER
+
+
+def test_who_was_away_for_longer_than_the_longest_stay_never_waits() -> None:
+    """Nothing else is kept for those inside, then: to wait costs 3 % of work and gains nothing."""
+    assert away_for(seats(), 1.0, absent=60_000, stay_s=RULES.idle_s) == ENTER
 
 
 def test_who_comes_back_and_hangs_up_leaves_the_line() -> None:

@@ -19,8 +19,9 @@ While no worker is up nobody waits either, to be refused at once; nothing is pro
 
 A session is inside while a turn of it runs and for a stay after, `idle_s` at most, which follows
 from what the fleet does (entry/stay.py). One that comes back later and finds its state where it was
-goes on; if some long part of it is gone from every tier, it takes memory like a new one: it waits
-for room, before all new ones, `return_s` at most. Where the memory of one worker is not known, or
+goes on; if some long part of it is gone from every tier, and seats are kept for less than the
+longest stay just then, it takes memory like a new one: it waits for room, before all new ones,
+`return_s` at most. Where the memory of one worker is not known, or
 workers serve several models, there is no limit.
 
 Who waits stands in a fair line (entry/fair.py): in the order of arrival where there is one tenant.
@@ -202,8 +203,7 @@ class SessionAdmission:
         self._note_return(session, tokens, now_s)
         self._expire(now_s)
         if self._is_promised(session, parent):
-            is_long = absent_tokens >= DEFAULTS.long_tokens and self._inside.get(session) is None
-            if is_long and parent not in self._inside and not self._takes_back(tokens):
+            if self._waits_for_state(session, parent, tokens, absent_tokens=absent_tokens):
                 place = self._place_of(session, now_s)
                 self._back[place.ticket] = _Back(session, tokens, place.came_s)
                 self._back = OrderedDict(sorted(self._back.items()))
@@ -333,6 +333,22 @@ class SessionAdmission:
             some = up[:: -(-len(up) // REFILLS_PRICED)]
             refill_ms = sum(worker.speed.prefill.ms(tokens, 0) for worker in some) / len(some)
             self.stay.came_back(now_s - left_s, tokens, refill_ms / 1000.0)
+
+    def _waits_for_state(
+        self,
+        session: SessionId,
+        parent: SessionId | None,
+        prompt: int,
+        *,
+        absent_tokens: int,
+    ) -> bool:
+        """Return whether a session that was inside before waits for room: a long part of its state
+        is gone, and seats are kept for less than the longest stay."""
+        if session in self._inside or parent in self._inside:
+            return False
+        if self.stay.seconds >= self.settings.idle_s:
+            return False
+        return absent_tokens >= DEFAULTS.long_tokens and not self._takes_back(prompt)
 
     def _takes_back(self, prompt: int) -> bool:
         """Return whether there is room for the state of a session that was inside before."""
