@@ -95,7 +95,7 @@ def test_a_session_finds_its_owner_through_either_gateway(kind: str, tmp_path: P
         pytest.skip("no valkey-server and no redis-server on PATH (apt-get install redis-server)")
     with ExitStack() as stack:
         url, shared = stack.enter_context(directory(kind, tmp_path / "directory"))
-        workers, [(one, _), (two, admin)] = fleet(stack, tmp_path, "--directory", url)
+        workers, [(one, beside), (two, admin)] = fleet(stack, tmp_path, "--directory", url)
         messages = [{"role": "user", "content": "tell me of owners and epochs. " * 40}]
         first = turn(one, messages)
         owner = f"http://{first.headers['x-ownerserve-worker']}"
@@ -104,6 +104,7 @@ def test_a_session_finds_its_owner_through_either_gateway(kind: str, tmp_path: P
             within_s=BOUND_S,
             what="the owner says that it owns",
         )
+        until(partial(at_rest, admin), within_s=BOUND_S, what="the turn is seen to end")
         second = turn(two, messages)
         assert second.headers["x-ownerserve-worker"] == first.headers["x-ownerserve-worker"]
         assert second.headers["x-ownerserve-reason"] == "owner"
@@ -113,7 +114,8 @@ def test_a_session_finds_its_owner_through_either_gateway(kind: str, tmp_path: P
         assert sum(counted(worker, "ownerserve_sessions_owned") for worker in workers) == 1
         # A directory that is lost costs no turn: both go by what they know.
         shared.kill()
-        for gateway in (one, two):
+        for gateway, told in ((one, beside), (two, admin)):
+            until(partial(at_rest, told), within_s=BOUND_S, what="the turn is seen to end")
             later = turn(gateway, messages)
             assert later.headers["x-ownerserve-worker"] == first.headers["x-ownerserve-worker"]
 
