@@ -32,6 +32,7 @@ from ownerserve.node.restore.restores import PendingRestore, RestorePhase, Resto
 from ownerserve.node.restore.sources import OwnDevice
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.operations import Operations
+from ownerserve.node.vocabulary.records import Cell
 from ownerserve.router import fleet, knowledge
 from ownerserve.router.fleet import Candidates, Fleet
 from ownerserve.router.worker import Worker
@@ -126,8 +127,11 @@ def parts_of_sets(
     ranges: dict[Any, dict[str, sources.StoredRecord]] = {}
     for id_, tier in found.items():
         what = asked.get(id_)
-        if what is not None and id_ not in without and what.cell.first != what.cell.end:
-            ranges.setdefault(what.cell, {})[what.component] = sources.StoredRecord(id_, tier)
+        if what is None or id_ in without or what.lead is not None or what.first == what.end:
+            continue
+        is_named = what.first is not None
+        cell = Cell(what.first, what.end) if is_named else names.cell_ending_at(what.end)
+        ranges.setdefault(cell, {})[what.component] = sources.StoredRecord(id_, tier)
     longest = {cell.first: cell for cell in sorted(ranges, key=lambda cell: cell.end)}
     cells = tuple((cell, ranges[cell]) for _, cell in sorted(longest.items()))
     return sources.StoredRecords(cells, whole.points)
