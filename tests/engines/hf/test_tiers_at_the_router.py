@@ -54,7 +54,9 @@ class Rig:
             node=NodeSettings(spill_after_s=0.05),
         )
         self.worker = ServedWorker(options)
-        self.gateway = ServedGateway(self.worker, health_interval_s=0.05, receipts=ReceiptForm.OPEN)
+        self.gateway = ServedGateway(
+            self.worker, health_interval_s=0.05, receipts=ReceiptForm.OPEN, seats=None
+        )
         self.talks = {name: text(TOKENS, seed=n) for n, name in enumerate("abc")}
 
     def turn(self, name: str) -> Came:
