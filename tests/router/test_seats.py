@@ -135,6 +135,17 @@ def test_an_idle_session_loses_its_seat_and_a_running_one_does_not() -> None:
     room.check()
 
 
+def test_an_idle_seat_is_free_at_the_very_moment_that_is_named() -> None:
+    """Rounded, 1.6990651760494409 + 300 - 300 is less: at that moment the seat was not free yet."""
+    room = seats(rules=replace(RULES, idle_s=300.0))
+    room.ask(s("idle"), 80_000, parent=None, now_s=0.0)
+    room.ended(s("idle"), 80_000, 1.6990651760494409)
+    waits = room.ask(s("new"), 20_000, parent=None, now_s=10.0)
+    assert isinstance(waits, Wait)
+    due_s = room.next_due_s()
+    assert due_s is not None and room.due(due_s) == [waits.ticket]
+
+
 def test_who_was_let_in_once_comes_back_at_once() -> None:
     room = seats()
     room.ask(s("a"), 80_000, parent=None, now_s=0.0)
@@ -601,8 +612,7 @@ class IdlePlay(RuleBasedStateMachine):
         while (due_s := self.room.next_due_s()) is not None and due_s <= end_s:
             self.now = max(due_s, self.now)
             self.let_in()
-            if self.room.next_due_s() == due_s:
-                break  # a seat that goes cold lets nobody in
+            assert self.room.next_due_s() != due_s, "at that moment something changes"
         self.now = end_s
         self.let_in()
 

@@ -497,10 +497,9 @@ class SessionAdmission:
     def _expire(self, now_s: float) -> None:
         """Free the seats of sessions that were away for too long."""
         self._decide_stay(now_s)
-        before_s = now_s - self.stay.seconds
         while self._inside:
             session, known = next(iter(self._inside.items()))
-            if known.seen_s > before_s:
+            if known.seen_s + self.stay.seconds > now_s:  # the same sum that `next_due_s` names
                 return
             if known.live:
                 known.seen_s = now_s
