@@ -7,9 +7,10 @@ from math import isclose
 import pytest
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.router.admission import GROWTH_ASSUMED_TOKENS, SeatSettings, SessionAdmission
+from ownerserve.router.admission import SeatSettings, SessionAdmission
 from ownerserve.router.entry import growth
 from ownerserve.router.entry.growth import LONGEST_GAP_S, OVER_LEAST, SESSIONS_KEPT, SessionGrowth
+from ownerserve.router.entry.seats import GROWTH_ASSUMED_TOKENS
 from ownerserve.router.entry.terms import ENTER
 from ownerserve.router.worker import Profile
 from tests.support.router.fleets import PLAIN, fleet_of, load

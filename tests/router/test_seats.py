@@ -12,14 +12,9 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.status import WorkerLoad
-from ownerserve.router.admission import (
-    PLACE_KEPT_S,
-    Answer,
-    SeatSettings,
-    SessionAdmission,
-    Wait,
-)
+from ownerserve.router.admission import Answer, SeatSettings, SessionAdmission, Wait
 from ownerserve.router.entry.fair import Ticket
+from ownerserve.router.entry.kept import PLACE_KEPT_S
 from ownerserve.router.entry.terms import ENTER, Enter, LinePlace, WaitReason
 from ownerserve.router.fleet import room_tokens
 from ownerserve.router.messages import WorkerUp

@@ -26,22 +26,27 @@ workers serve several models, there is no limit.
 
 Who waits stands in a fair line (entry/fair.py): in the order of arrival where there is one tenant.
 
-Owns who is inside and who waits. Pure: time comes as `now_s`, tokens are the router's estimates.
+Owns what stay and growth are taken to be just now; who is inside (entry/inside.py), who
+was (entry/promised.py), who waits (entry/lines.py) and whose place is kept (entry/kept.py) is owned
+by others. Pure: time comes as `now_s`, tokens are the router's estimates.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from itertools import takewhile
 from math import inf
 from typing import TypeAlias
 
 import msgspec
 
-from ownerserve.kv.errors import InvalidInput, InvariantViolated
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
-from ownerserve.router.entry.fair import FairLine, InLine, Ticket
+from ownerserve.router.entry.fair import Ticket
 from ownerserve.router.entry.growth import SessionGrowth
+from ownerserve.router.entry.inside import Seat
+from ownerserve.router.entry.kept import KeptPlaces
+from ownerserve.router.entry.lines import SeatPatience
+from ownerserve.router.entry.promised import PromisedSessions
+from ownerserve.router.entry.seats import Seated, Seats
 from ownerserve.router.entry.stay import IdleStay
 from ownerserve.router.entry.terms import (
     ENTER,
@@ -53,26 +58,13 @@ from ownerserve.router.entry.terms import (
     TenantTerms,
     WaitReason,
 )
-from ownerserve.router.fleet import Fleet, room_tokens
+from ownerserve.router.fleet import Fleet
 from ownerserve.router.settings import DEFAULTS
-from ownerserve.router.worker import Worker, WorkerRole
 
-PROMISES_MAX = 1 << 17
-"""Sessions that are remembered as let in once; of more, those unseen for longest are forgotten."""
-
-
-PLACE_KEPT_S = 120.0
-"""So long the place of a session is kept that left the line: clients and proxies give up on a
-silent server, and try again."""
-PLACES_MAX = 1 << 12
 STAY_EVERY_S = 20.0
 """So often the stay, and by how much a session grows, are decided anew."""
 REFILLS_PRICED = 4
 """At so many workers it is priced what a session's state would take to bring back."""
-GROWTH_ASSUMED_TOKENS = 40_000
-"""By so much a session is taken to grow until enough of them were over, ..."""
-GROWTH_ASSUMED_SHARE = 1.0 / 16.0
-"""... or by so much of a worker's memory, if that is less."""
 
 
 class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,34 +101,6 @@ class Wait(msgspec.Struct, frozen=True):
 Answer: TypeAlias = Enter | Wait
 
 
-class _Inside(msgspec.Struct, gc=False):
-    """A session inside: it counts for `tokens` of the fleet's memory and is known to hold
-    `context`."""
-
-    tokens: int
-    context: int
-    seen_s: float
-    live: int
-    is_served: bool = False
-    """Whether a turn of it has ended well."""
-
-
-class _Left(msgspec.Struct, frozen=True, gc=False):
-    """A left place is the ticket that one had since `came_s` who left the line at `left_s`."""
-
-    ticket: Ticket
-    came_s: float
-    left_s: float
-
-
-class _Back(msgspec.Struct, frozen=True, gc=False):
-    """A session that was inside before is back since `came_s`, with a prompt of `tokens`."""
-
-    session: SessionId
-    tokens: int
-    came_s: float
-
-
 class SessionAdmission:
     """The admission decides for one router which sessions run: `ask` is called before every turn of
     a session, `ended` after it."""
@@ -146,43 +110,28 @@ class SessionAdmission:
         self.impatient = 0
         """Sessions that were let in without room."""
         self._fleet = fleet
-        self._inside: OrderedDict[SessionId, _Inside] = OrderedDict()  # least recently seen first
         self.stay = IdleStay(self.settings.idle_s, least_s=self.settings.idle_least_s)
-        self._promised: OrderedDict[SessionId, float | None] = OrderedDict()
-        """Sessions ever let in and not over, and since when no turn of each runs (s)."""
-        self._held_tokens = self._context_tokens = 0
-        self._waiting = FairLine()
-        self._let_in_s = -inf
-        """When the first in line was let in last."""
-        self._back: OrderedDict[Ticket, _Back] = OrderedDict()
-        """Turns of sessions that were inside, and wait for room for a state that is gone."""
+        patience = SeatPatience(self.settings.patience_s, self.settings.return_s)
+        self._seats = Seats(lambda: fleet.up, self.settings.share, patience)
+        self._promised = PromisedSessions()
+        self._kept = KeptPlaces()
         self._grown = SessionGrowth()
         self._growth_tokens: int | None = self.settings.growth_tokens
         """By how much a new session is expected to grow; None: not decided yet."""
         self._looked_s = -inf
         """When stay and growth were last decided."""
-        self._came: OrderedDict[Ticket, float] = OrderedDict()
-        """When those who wait came (s), the first of them first."""
-        self._left: OrderedDict[SessionId, _Left] = OrderedDict()
-        """Places that are kept, of those who left first before the others."""
         self._may_follow = False
         """Whether a session was let in since those who wait were asked whether they are its."""
-        self._issued = 0
 
     @property
     def waiting(self) -> int:
         """How many turns wait for a seat."""
-        return len(self._waiting) + len(self._back)
+        return len(self._seats.lines)
 
     @property
     def growth_tokens(self) -> int:
         """By how many tokens a new session is expected to grow beyond its first prompt."""
-        if self._growth_tokens is not None:
-            return self._growth_tokens
-        capacity, workers = self._capacity_tokens(), len(self._fleet.up)
-        if capacity is None or not workers:
-            return GROWTH_ASSUMED_TOKENS
-        return int(min(GROWTH_ASSUMED_TOKENS, max(capacity, 0.0) / workers * GROWTH_ASSUMED_SHARE))
+        return self._seats.growth_tokens(self._growth_tokens)
 
     def ask(
         self,
@@ -204,80 +153,61 @@ class SessionAdmission:
         self._expire(now_s)
         if self._is_promised(session, parent):
             if self._waits_for_state(session, parent, tokens, absent_tokens=absent_tokens):
-                place = self._place_of(session, now_s)
-                self._back[place.ticket] = _Back(session, tokens, place.came_s)
-                self._back = OrderedDict(sorted(self._back.items()))
+                place = self._kept.take(session, now_s)
+                self._seats.lines.add_back(place, session, tokens)
                 return Wait(place.ticket, WaitReason.STATE)
             self._enter(session, tokens, now_s=now_s, growth=0)
             return ENTER
         if not self._fleet.up:
             return ENTER
-        if (not self.waiting and self._has_seat(tokens)) or self._has_idle(tokens):
-            self._enter(session, tokens, now_s=now_s, growth=self.growth_tokens)
+        growth = self.growth_tokens
+        if self._seats.takes(tokens, growth):
+            self._enter(session, tokens, now_s=now_s, growth=growth)
             return ENTER
-        place = self._place_of(session, now_s)
+        place = self._kept.take(session, now_s)
         turn = EnteringTurn(
             session=session,
             prompt_tokens=tokens,
-            cost_tokens=tokens + self.growth_tokens,
+            cost_tokens=tokens + growth,
             parent=parent,
             tenant=tenant,
             terms=terms,
             session_class=session_class,
             came_s=now_s,
         )
-        self._waiting.add(InLine(place.ticket, turn))
-        self._came[place.ticket] = place.came_s
+        self._seats.lines.add(place, turn)
         return Wait(place.ticket)
 
     def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
         """Note that a turn is over, well or not; the session's context is `tokens` now (0: as
         before)."""
-        self._grown.ended(session, tokens, now_s)
-        known = self._inside.get(session)
-        if known is None:
-            return
-        known.live -= 1
-        known.seen_s = now_s
-        known.is_served = known.is_served or tokens > 0
-        if not known.live and session in self._promised:
-            self._promised[session] = now_s
-        self._count(known, tokens, growth=0)
-        self._inside.move_to_end(session)
+        self._ended(session, tokens, now_s)
 
     def turned_away(self, session: SessionId, now_s: float) -> None:
         """Note that a turn with a seat does not begin: who has it for nothing gives it back."""
-        self.ended(session, 0, now_s)
-        known = self._inside.get(session)
-        if known is not None and not known.live and not known.is_served:
+        seat = self._ended(session, 0, now_s)
+        if seat is not None and not seat.live and not seat.is_served:
             self.over(session)
 
     def over(self, session: SessionId) -> None:
         """Free the seat of a session that is over, and forget what was promised to it."""
         self._grown.over(session)
-        self._promised.pop(session, None)
-        self._stand_up(session)
+        self._promised.over(session)
+        self._seats.inside.stand_up(session)
 
     def leave(self, ticket: Ticket, now_s: float) -> None:
         """Take the ticket of a client that hung up out of the line, and keep its place for
         PLACE_KEPT_S; one that no longer waits is no error."""
-        if (back := self._back.pop(ticket, None)) is not None:
-            self._keep_place(back.session, _Left(ticket, back.came_s, now_s))
-        elif (one := self._waiting.leave(ticket)) is not None:
-            assert one.turn.session is not None
-            self._keep_place(one.turn.session, _Left(ticket, self._came.pop(ticket), now_s))
+        if (left := self._seats.lines.leave(ticket, now_s)) is not None:
+            self._kept.keep(*left)
 
     def place(self, ticket: Ticket) -> LinePlace:
         """Return where one stands who waits: who was inside before stands in a line of its own."""
-        if ticket in self._back:
-            ahead = takewhile(lambda other: other != ticket, self._back)
-            return LinePlace(sum(1 for _ in ahead) + 1, len(self._back))
-        return self._waiting.place(ticket)
+        return self._seats.lines.place(ticket)
 
     def places(self) -> dict[Ticket, LinePlace]:
         """Return where each stands who waits, the first of them first."""
-        back = {one: LinePlace(at, len(self._back)) for at, one in enumerate(self._back, 1)}
-        return back | self._waiting.places()
+        return self._seats.lines.places()
 
     def due(self, now_s: float) -> list[Ticket]:
         """Let in those whose turn it is, and return their tickets in the order of arrival; behind
@@ -285,51 +215,51 @@ class SessionAdmission:
         if not self.waiting:
             return []
         self._expire(now_s)
-        found = self._taken_back(now_s)
+        found = self._noted(self._seats.back_in(now_s))
         if not self._fleet.up:
-            found += (one.ticket for one in self._waiting.in_order())
+            found += (one.ticket for one in self._seats.lines.in_order())
             for ticket in found:
                 self.leave(ticket, now_s)
             return found
-        idle, beside, passed = self._idle(), self._beside_tokens(), 0
-        for one in self._waiting.in_order():
-            if passed and not idle:
-                break
-            session, prompt = one.turn.session, one.turn.prompt_tokens
-            has_room = not passed and not self._back and self._has_seat(prompt)
-            has_room = has_room or _take(idle, prompt, beside)
-            if not has_room and not self._is_impatient(now_s, one.ticket):
-                passed += 1
-                continue
-            self.impatient += not has_room
-            if not passed:
-                self._let_in_s = now_s
-            self._sit_down(one)
-            assert session is not None
-            self._enter(session, prompt, now_s=now_s, growth=self.growth_tokens)
-            beside = self._beside_tokens()
-            found.append(one.ticket)
+        found += self._noted(self._seats.new_in(self._growth_tokens, now_s))
         return found + self._following(now_s)
 
-    def _place_of(self, session: SessionId, now_s: float) -> _Left:
-        """Return the place that the session had a short while ago, or a new one."""
-        known = self._left.pop(session, None)
-        if known is not None and now_s <= known.left_s + PLACE_KEPT_S:
-            return known
-        self._issued += 1
-        return _Left(Ticket(self._issued), now_s, now_s)
+    def next_due_s(self) -> float | None:
+        """Return when time alone may let somebody in, as a seat goes cold or patience ends; None
+        when nobody waits or no time is set."""
+        return self._seats.due_s(self.stay.seconds)
 
-    def _keep_place(self, session: SessionId, place: _Left) -> None:
-        self._left[session] = place
-        self._left.move_to_end(session)
-        if len(self._left) > PLACES_MAX:
-            self._left.popitem(last=False)
+    def check(self) -> None:
+        """Raise InvariantViolated unless the sums of tokens are those of the sessions inside."""
+        self._seats.inside.check()
+
+    def _enter(self, session: SessionId, prompt: int, *, now_s: float, growth: int) -> None:
+        self._seats.inside.begin(session, prompt, now_s=now_s, growth=growth)
+        self._note_begun(session, prompt)
+
+    def _noted(self, let_in: list[Seated]) -> list[Ticket]:
+        """Note who was let in, and return their tickets."""
+        for one in let_in:
+            self.impatient += not one.has_room
+            self._note_begun(one.session, one.tokens)
+        return [one.ticket for one in let_in]
+
+    def _note_begun(self, session: SessionId, prompt: int) -> None:
+        self._may_follow = self._may_follow or session not in self._promised
+        self._promised.begin(session)
+        self._grown.began(session, prompt)
+
+    def _ended(self, session: SessionId, tokens: int, now_s: float) -> Seat | None:
+        self._grown.ended(session, tokens, now_s)
+        seat = self._seats.inside.end(session, tokens, now_s)
+        if seat is not None and not seat.live:
+            self._promised.leave(session, now_s)
+        return seat
 
     def _note_return(self, session: SessionId, tokens: int, now_s: float) -> None:
         """Tell the stay of a session that was away and is here again."""
-        left_s = self._promised.get(session)
+        left_s = self._promised.come_back(session)
         if left_s is not None and (up := self._fleet.up):
-            self._promised[session] = None
             some = up[:: -(-len(up) // REFILLS_PRICED)]
             refill_ms = sum(worker.speed.prefill.ms(tokens, 0) for worker in some) / len(some)
             self.stay.came_back(now_s - left_s, tokens, refill_ms / 1000.0)
@@ -344,42 +274,11 @@ class SessionAdmission:
     ) -> bool:
         """Return whether a session that was inside before waits for room: a long part of its state
         is gone, and seats are kept for less than the longest stay."""
-        if session in self._inside or parent in self._inside:
+        if session in self._seats.inside or parent in self._seats.inside:
             return False
         if self.stay.seconds >= self.settings.idle_s:
             return False
-        return absent_tokens >= DEFAULTS.long_tokens and not self._takes_back(prompt)
-
-    def _takes_back(self, prompt: int) -> bool:
-        """Return whether there is room for the state of a session that was inside before."""
-        capacity = self._capacity_tokens()
-        if not self._inside or capacity is None or self._held_tokens + prompt <= capacity:
-            return True
-        return _take(self._idle(), prompt, self._beside_tokens())
-
-    def _taken_back(self, now_s: float) -> list[Ticket]:
-        """Let in the first that was inside before and has room, or waits for too long, and all who
-        need none any more; return their tickets."""
-        found: list[Ticket] = []
-        for ticket, one in list(self._back.items()):
-            is_inside = one.session in self._inside or not self._fleet.up
-            if not is_inside and found:
-                continue
-            is_late = now_s >= one.came_s + self.settings.return_s
-            if is_inside or self._takes_back(one.tokens) or is_late:
-                del self._back[ticket]
-                self._enter(one.session, one.tokens, now_s=now_s, growth=0)
-                found.append(ticket)
-        return found
-
-    def _is_impatient(self, now_s: float, ticket: Ticket) -> bool:
-        """Return whether the one is first in line for longer than may be."""
-        since_s = max(self._came[ticket], self._let_in_s)
-        return now_s >= since_s + self.settings.patience_s
-
-    def _sit_down(self, one: InLine) -> None:
-        self._waiting.pop(one.ticket)
-        del self._came[one.ticket]
+        return absent_tokens >= DEFAULTS.long_tokens and not self._seats.takes_back(prompt)
 
     def _following(self, now_s: float) -> list[Ticket]:
         """Let in those whose session or parent was let in while they waited; return their
@@ -387,125 +286,19 @@ class SessionAdmission:
         found: list[Ticket] = []
         while self._may_follow:
             self._may_follow = False
-            for one in self._waiting.in_order():
+            for one in self._seats.lines.in_order():
                 session, turn = one.turn.session, one.turn
                 if session is not None and self._is_promised(session, turn.parent):
-                    self._sit_down(one)
-                    self._enter(session, turn.prompt_tokens, now_s=now_s, growth=0)
-                    found.append(one.ticket)
+                    found += self._noted([self._seats.sit_down(one, now_s, growth=0)])
         return found
 
     def _is_promised(self, session: SessionId, parent: SessionId | None) -> bool:
         return session in self._promised or parent in self._promised
 
-    def next_due_s(self) -> float | None:
-        """Return when time alone may let somebody in, as a seat goes cold or patience ends; None
-        when nobody waits or no time is set."""
-        if not self.waiting:
-            return None
-        until_s = inf
-        for one in self._waiting.in_order():
-            since_s = max(self._came[one.ticket], self._let_in_s)
-            until_s = since_s + self.settings.patience_s
-            break
-        for back in self._back.values():
-            until_s = min(until_s, back.came_s + self.settings.return_s)
-            break
-        for known in self._inside.values():
-            if not known.live:
-                return min(until_s, known.seen_s + self.stay.seconds)
-        return until_s if until_s < inf else None
-
-    def _enter(self, session: SessionId, prompt: int, *, now_s: float, growth: int) -> None:
-        known = self._inside.get(session)
-        if known is None:
-            known = self._inside[session] = _Inside(0, 0, now_s, 0)
-        self._may_follow = self._may_follow or session not in self._promised
-        self._promised[session] = None
-        self._promised.move_to_end(session)
-        if len(self._promised) > PROMISES_MAX:
-            self._promised.popitem(last=False)
-        known.live += 1
-        known.seen_s = now_s
-        self._grown.began(session, prompt)
-        self._count(known, prompt, growth=growth)
-        self._inside.move_to_end(session)
-
-    def _count(self, known: _Inside, context: int, *, growth: int) -> None:
-        """Raise what the session is known to hold to `context` tokens, and what it counts for to
-        `growth` more, where that is not less."""
-        if context > known.context:
-            self._context_tokens += context - known.context
-            known.context = context
-        if context + growth > known.tokens:
-            self._held_tokens += context + growth - known.tokens
-            known.tokens = context + growth
-
-    def _has_seat(self, prompt: int) -> bool:
-        """Return whether the fleet's memory takes one more session; while nobody is inside it
-        always does."""
-        if not self._inside:
-            return True
-        capacity = self._capacity_tokens()
-        return capacity is None or (self._held_tokens + prompt + self.growth_tokens <= capacity)
-
-    def _has_idle(self, prompt: int) -> bool:
-        """Return whether an idle worker is left for the prompt once those who wait have taken
-        theirs."""
-        idle, beside = self._idle(), self._beside_tokens()
-        for one in self._waiting.in_order():
-            if not idle:
-                return False
-            _take(idle, one.turn.prompt_tokens, beside)
-        return _take(idle, prompt, beside)
-
-    def _idle(self) -> list[Worker]:
-        """Return the workers that could begin a new session at once."""
-        return [
-            worker
-            for worker in self._fleet.up
-            if not worker.batch
-            and not worker.pending_tokens
-            and worker.profile.role is not WorkerRole.PREFILL
-        ]
-
-    def _beside_tokens(self) -> float:
-        """Return how many tokens of the fleet's memory the contexts inside, as they are, leave
-        free."""
-        capacity = self._capacity_tokens()
-        return inf if capacity is None else capacity - self._context_tokens
-
-    def _capacity_tokens(self) -> float | None:
-        """Return how many tokens the fleet holds of the sessions inside and one more, less the
-        fixed bytes of each; None where a worker's memory is not known, or tokens take none of it,
-        and where workers serve several models: sessions of one fill no memory of another's."""
-        workers = self._fleet.up
-        if len({worker.profile.model for worker in workers}) > 1:
-            return None
-        total = fixed = 0.0
-        for worker in workers:
-            profile, speed = worker.profile, worker.speed
-            if not (profile.kv_bytes_total and profile.are_tokens_sized):
-                return None
-            if not speed.kv_bytes_per_token:
-                return None
-            total += profile.kv_bytes_total / speed.kv_bytes_per_token
-            fixed += speed.kv_bytes_per_sequence / speed.kv_bytes_per_token
-        sessions = len(self._inside) + 1
-        return total * self.settings.share - fixed / max(len(workers), 1) * sessions
-
     def _expire(self, now_s: float) -> None:
         """Free the seats of sessions that were away for too long."""
         self._decide_stay(now_s)
-        while self._inside:
-            session, known = next(iter(self._inside.items()))
-            if known.seen_s + self.stay.seconds > now_s:  # the same sum that `next_due_s` names
-                return
-            if known.live:
-                known.seen_s = now_s
-                self._inside.move_to_end(session)
-            else:
-                self._stand_up(session)
+        self._seats.inside.expire(self.stay.seconds, now_s)
 
     def _decide_stay(self, now_s: float) -> None:
         """Decide anew how long an idle session keeps its seat, if that was not done lately; where a
@@ -515,7 +308,7 @@ class SessionAdmission:
             return
         self._looked_s = now_s
         self._decide_growth(now_s)
-        workers, capacity = self._fleet.up, self._capacity_tokens()
+        workers, capacity = self._fleet.up, self._seats.capacity_tokens()
         shares = [worker.load.busy_share for worker in workers]
         busy = [share for share in shares if share is not None]
         if capacity is None or not workers or len(busy) < len(workers):
@@ -528,34 +321,6 @@ class SessionAdmission:
         """Decide anew by how much a new session is expected to grow, where sessions have told."""
         if self.settings.growth_tokens is None and (grown := self._grown.tokens(now_s)) is not None:
             self._growth_tokens = int(grown)
-
-    def _stand_up(self, session: SessionId) -> None:
-        """Free the session's seat; it stays promised, so that its next turn is let in at once."""
-        known = self._inside.pop(session, None)
-        if known is not None:
-            self._held_tokens -= known.tokens
-            self._context_tokens -= known.context
-
-    def check(self) -> None:
-        """Raise InvariantViolated unless the sums of tokens are those of the sessions inside."""
-        held = sum(known.tokens for known in self._inside.values())
-        if held != self._held_tokens:
-            raise InvariantViolated(f"3: seats hold {held} tokens, counted {self._held_tokens}")
-        contexts = sum(known.context for known in self._inside.values())
-        if contexts != self._context_tokens:
-            raise InvariantViolated(f"3: contexts {contexts}, counted {self._context_tokens}")
-        if any(known.live < 0 for known in self._inside.values()):
-            raise InvariantViolated("3: a session inside ended more turns than it began")
-
-
-def _take(idle: list[Worker], prompt: int, beside_tokens: float) -> bool:
-    """Take a worker that has room for the prompt out of `idle`, and return whether there was one:
-    where no session lives or, up to `beside_tokens`, beside the contexts inside."""
-    for worker in idle:
-        if room_tokens(worker) >= prompt and (not worker.bound_sessions or prompt <= beside_tokens):
-            idle.remove(worker)
-            return True
-    return False
 
 
 def forked_from(

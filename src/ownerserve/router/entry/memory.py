@@ -1,0 +1,50 @@
+"""What memory workers have for the state of sessions: all of it, and that of those who do nothing.
+
+Pure functions of what workers say of themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from ownerserve.router.fleet import room_tokens
+from ownerserve.router.worker import Worker, WorkerRole
+
+
+def capacity_tokens(workers: Collection[Worker], *, share: float, sessions: int) -> float | None:
+    """Return how many tokens of so many sessions that `share` of the workers' memory holds, less
+    the fixed bytes of each; None where a worker's memory is not known, or tokens take none of it,
+    and where the workers serve several models: sessions of one fill no memory of another's."""
+    if len({worker.profile.model for worker in workers}) > 1:
+        return None
+    total = fixed = 0.0
+    for worker in workers:
+        profile, speed = worker.profile, worker.speed
+        if not (profile.kv_bytes_total and profile.are_tokens_sized):
+            return None
+        if not speed.kv_bytes_per_token:
+            return None
+        total += profile.kv_bytes_total / speed.kv_bytes_per_token
+        fixed += speed.kv_bytes_per_sequence / speed.kv_bytes_per_token
+    return total * share - fixed / max(len(workers), 1) * sessions
+
+
+def idle_workers(workers: Iterable[Worker]) -> list[Worker]:
+    """Return those that could begin a new session at once."""
+    return [
+        worker
+        for worker in workers
+        if not worker.batch
+        and not worker.pending_tokens
+        and worker.profile.role is not WorkerRole.PREFILL
+    ]
+
+
+def take_idle(idle: list[Worker], prompt: int, beside_tokens: float) -> bool:
+    """Take a worker that has room for the prompt out of `idle`, and return whether there was one:
+    where no session lives or, up to `beside_tokens`, beside the contexts inside."""
+    for worker in idle:
+        if room_tokens(worker) >= prompt and (not worker.bound_sessions or prompt <= beside_tokens):
+            idle.remove(worker)
+            return True
+    return False
