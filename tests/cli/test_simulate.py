@@ -15,6 +15,8 @@ import pytest
 
 from ownerserve.cli.main import main
 from ownerserve.sim.metrics.summary import digest
+from ownerserve.trace.write import write_trace
+from tests.support.sim.fleet_driver import all_back_at_once
 
 RUN = (sys.executable, "-m", "ownerserve.cli.main", "simulate")
 PD = "static_pd_delta,round_robin_pd"
@@ -118,6 +120,27 @@ def test_a_fold_changes_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert means[0] == pytest.approx(means[1], rel=0.005)
 
 
+def test_workers_that_share_a_host_wait_for_each_others_restores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight sessions come back to four workers at once: on one host over a link of 20 GB/s their
+    first tokens are late, over one of 80 as on four hosts."""
+    trace = tmp_path / "back.jsonl"
+    write_trace(all_back_at_once(), trace)
+    fleet = ("--workers", "4", "--kv", "5GiB", "--host", "64GiB", "--mode", "open", "--seats", "0")
+    base = (str(trace), *fleet, "--policy", "round_robin", "--jobs", "1")
+
+    def p50_ms(*given: str) -> float:
+        path = tmp_path / "out.json"
+        inside(monkeypatch, *base, *given, "--json", str(path))
+        metrics = json.loads(path.read_text())["policies"]["round_robin"]
+        return float(metrics["modes"]["fetch"]["ttft_ms"]["p50"])
+
+    apart = p50_ms("--pcie", "20")
+    assert p50_ms("--pcie", "20", "--workers-per-host", "4") > 1.5 * apart
+    assert p50_ms("--pcie", "80", "--workers-per-host", "4") < 1.1 * apart
+
+
 def test_the_eviction_order_that_is_named_is_the_one_that_evicts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +174,9 @@ def test_faults_are_performed(tmp_path: Path) -> None:
         (("--kv", "much"), "--kv"),
         (("--kv", "1MiB"), "kv"),
         (("--workers", "0"), "workers"),
+        (("--workers-per-host", "0"), "--workers-per-host"),
+        (("--workers-per-host", "two"), "--workers-per-host"),
+        (("--pcie", "0"), "--pcie"),
         (("--faults", "flood:w1@1+1"), "--faults"),
         (("--faults", "slow_disk:w1@1+1x2"), "disk"),
         (("--fold", "0"), "fold"),

@@ -9,6 +9,7 @@ from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.timeline.links import linked
+from ownerserve.sim.worker.host import Host
 from ownerserve.sim.worker.transfers import TransferOutcome, TransferResult, Transfers
 from ownerserve.sim.worker.worker import Machine, SimWorker
 from tests.support.sim.engine_driver import U, bare_node, make_engine, own_ids, turn
@@ -32,7 +33,7 @@ class Pair:
             return Machine(engine.cache, engine, bare_node(engine.cache, worker))
 
         nic = linked(f"nic{index}", Medium(1.0, 64.0), self.heap)
-        return SimWorker(index, self.heap, machine, nic=nic, unit_tokens=U, listener=self)
+        return SimWorker(index, self.heap, machine, host=Host(nic), unit_tokens=U, listener=self)
 
     def began(self, sequence: SimSequence, now: float) -> None: ...
 
@@ -133,7 +134,7 @@ def test_what_finds_no_room_in_time_is_given_up() -> None:
 
 
 def test_a_cut_link_makes_it_late_and_its_room_is_free_again(pair: Pair) -> None:
-    pair.workers[1].nic.back.cut(5.0)
+    pair.workers[1].host.nic.back.cut(5.0)
     free = pair.workers[1].cache.occupancy.blocks.free
     pair.bring(1, 10)
     assert pair.workers[1].cache.occupancy.blocks.free == free - 9
@@ -152,8 +153,8 @@ def test_what_is_late_was_sent_in_part_and_leaves_the_link_to_others() -> None:
     pair.heap.run()
     [(_, brought)] = pair.heard
     assert (brought.landing, brought.bytes) == (TransferOutcome.LATE, 5 * 64)
-    assert pair.transfers.bytes == pair.workers[0].nic.out.moved_bytes == 5 * 64
-    assert not pair.workers[1].nic.back.streams
+    assert pair.transfers.bytes == pair.workers[0].host.nic.out.moved_bytes == 5 * 64
+    assert not pair.workers[1].host.nic.back.streams
     pair.check()
 
 

@@ -27,7 +27,7 @@ from ownerserve.router.policies.apart import lacking, unmet
 from ownerserve.router.settings import PRIOR, Settings, WorkloadFacts, by_hand, derive
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, Speed, WorkerRole
-from ownerserve.sim.config.setup import Links, SimSetup
+from ownerserve.sim.config.setup import PCIE_MS, Links, SimSetup
 from ownerserve.sim.engine.batch import BatchLimits, NodeHooks
 from ownerserve.sim.engine.engine import SimEngine
 from ownerserve.sim.engine.pace import Pace, load_pace, load_pace_file
@@ -43,7 +43,8 @@ from ownerserve.sim.storage.layout import slots_for, unit_model
 from ownerserve.sim.storage.nodeport import SimNode
 from ownerserve.sim.storage.nodes import NodeMaker
 from ownerserve.sim.timeline.heap import Heap
-from ownerserve.sim.timeline.links import Link, linked
+from ownerserve.sim.timeline.links import Link
+from ownerserve.sim.worker.host import hosts_of
 from ownerserve.sim.worker.transfers import Transfers
 from ownerserve.sim.worker.worker import Machine, SimWorker
 from ownerserve.sim.workload import WorkloadDriver
@@ -146,10 +147,9 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
             parts = msgspec.structs.replace(parts, order=order)
     nodes = NodeMaker(setup, pace, model, heap=heap)
     make = _machines(setup, pace, nodes, parts)
-    for index in range(setup.workers):
-        nic = linked(f"w{index} nic", _medium(setup.links.nic_gb_s, setup.links.nic_ms), heap)
+    for index, host in enumerate(hosts_of(setup, heap)):
         worker = SimWorker(
-            index, heap, make, nic=nic, unit_tokens=workload.block_tokens, listener=fleet
+            index, heap, make, host=host, unit_tokens=workload.block_tokens, listener=fleet
         )
         fleet.workers.append(worker)
     for index in setup.worker_order or range(setup.workers):
@@ -211,7 +211,7 @@ def _medium(gb_s: float, latency_ms: float) -> Medium:
 def speed_of(pace: Pace, geometry: Geometry, links: Links) -> Speed:
     """Return the speed that the router is told of such a worker."""
     media = {
-        Tier.HOST: _medium(links.pcie_gb_s, 0.05),
+        Tier.HOST: _medium(links.pcie_gb_s, PCIE_MS),
         Tier.DISK: _medium(links.disk_gb_s, links.disk_ms),
         Tier.PEER: _medium(links.nic_gb_s, links.nic_ms),
         Tier.REMOTE: _medium(links.remote_gb_s, links.remote_ms),

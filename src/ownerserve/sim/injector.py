@@ -1,8 +1,9 @@
 """The injector performs faults on a simulated fleet: it breaks at their time and mends at their
 end.
 
-Owns which faults are on. Faults may overlap: a worker that is down can't die again, a disk is as
-slow as the slowest fault makes it, and the directory is back when the last of its faults is over.
+What several workers of a host share breaks for all of them. Owns which faults are on. Faults may
+overlap: a worker that is down can't die again, a disk is as slow as the slowest fault makes it, and
+the directory is back when the last of its faults is over.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ownerserve.sim.config.faults import Fault, FaultKind
 from ownerserve.sim.fleet.fleet import SimFleet
 from ownerserve.sim.storage.tier import SimTier
 from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.links import Link
 from ownerserve.sim.timeline.media import Pipe
 
 
@@ -26,7 +28,7 @@ class Injector:
         self._heap = heap
         self._fleet = fleet
         self._disks = disks
-        self._slow: dict[int, list[float]] = {}
+        self._slow: dict[Pipe | Link, list[float]] = {}
         self._directory_losses = 0
 
     def plan(self, faults: Iterable[Fault]) -> None:
@@ -42,10 +44,11 @@ class Injector:
             case FaultKind.DEATH:
                 self._fleet.down(self._fleet.workers[fault.worker or 0], now)
             case FaultKind.SLOW_DISK:
-                self._slow.setdefault(fault.worker or 0, []).append(fault.factor)
+                drive = self._disks[fault.worker or 0].reads
+                self._slow.setdefault(drive, []).append(fault.factor)
                 self._set_speed(fault.worker or 0)
             case FaultKind.LINK:
-                nic = self._fleet.workers[fault.worker or 0].nic
+                nic = self._fleet.workers[fault.worker or 0].host.nic
                 nic.out.cut(now + fault.lasts_s)
                 nic.back.cut(now + fault.lasts_s)
             case FaultKind.DIRECTORY:
@@ -59,7 +62,7 @@ class Injector:
             case FaultKind.DEATH:
                 self._fleet.back(self._fleet.workers[fault.worker or 0], now)
             case FaultKind.SLOW_DISK:
-                self._slow[fault.worker or 0].remove(fault.factor)
+                self._slow[self._disks[fault.worker or 0].reads].remove(fault.factor)
                 self._set_speed(fault.worker or 0)
             case FaultKind.LINK:
                 pass  # the pipes know until when they are cut
@@ -71,5 +74,4 @@ class Injector:
     def _set_speed(self, worker: int) -> None:
         disk = self._disks[worker]
         for way in (disk.reads, disk.writes):
-            if isinstance(way, Pipe):  # as every drive's is
-                way.slow(max(self._slow[worker], default=1.0))
+            way.slow(max(self._slow[disk.reads], default=1.0))

@@ -28,6 +28,7 @@ from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.timeline.links import linked
 from ownerserve.sim.timeline.media import duplex
 from ownerserve.sim.timeline.turns import SimTurn
+from ownerserve.sim.worker.host import Host
 from ownerserve.sim.worker.worker import Machine, SimWorker
 
 U = 4
@@ -169,7 +170,7 @@ class WorkerDriver:
             return Machine(engine.cache, engine, bare_node(engine.cache, worker))
 
         nic = linked("nic", Medium(1.0, 1000.0), self.heap)
-        self.worker = SimWorker(0, self.heap, machine, nic=nic, unit_tokens=U, listener=self)
+        self.worker = SimWorker(0, self.heap, machine, host=Host(nic), unit_tokens=U, listener=self)
 
     def began(self, sequence: SimSequence, now: float) -> None:
         self.began_s[sequence.turn_id] = now

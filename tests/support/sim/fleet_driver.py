@@ -13,6 +13,7 @@ from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
 
 U = 64
 MIB = 1 << 20
+BACK, BACK_UNITS = 8, 625
 
 
 def agents(sessions: int = 8, turns: int = 6, *, seed: int = 0, most_output: int = 40) -> Trace:
@@ -53,6 +54,18 @@ def agents(sessions: int = 8, turns: int = 6, *, seed: int = 0, most_output: int
             requests.append(fork)
         made.append(TraceSession(f"s{number}", tuple(requests), agents=named))
     return Trace("agents", "hand", U, "trace", "recorded", "unknown", tuple(made))
+
+
+def all_back_at_once() -> Trace:
+    """Sessions of 40,000 tokens that come one after the other and all go on at 100 s."""
+    made = []
+    for number in range(BACK):
+        head, at_s = (10_000 * (number + 1), BACK_UNITS), 4.0 * number
+        runs = (head, (head[0] + 5000, 10))
+        first = TraceRequest(at_s, BACK_UNITS * U, 8, runs=(head,))
+        second = TraceRequest(100.0, (BACK_UNITS + 10) * U, 8, runs=runs, after=(0,))
+        made.append(TraceSession(f"s{number}", (first, second)))
+    return Trace("back", "hand", U, "trace", "recorded", "unknown", tuple(made))
 
 
 def setup(policy: str = "ownerserve", **changes: Any) -> SimSetup:

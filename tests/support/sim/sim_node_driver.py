@@ -24,8 +24,8 @@ from ownerserve.sim.storage.nodeport import SimNode, make_node, unit_settings
 from ownerserve.sim.storage.store import SimStore
 from ownerserve.sim.storage.tier import SimTier, TierPlan
 from ownerserve.sim.timeline.heap import Heap
-from ownerserve.sim.timeline.links import linked
-from ownerserve.sim.timeline.media import duplex
+from ownerserve.sim.timeline.links import Link, linked
+from ownerserve.sim.timeline.media import Duplex, duplex
 from ownerserve.store.tiers.placement import Placement
 from ownerserve.store.tiers.policy import split
 
@@ -57,7 +57,7 @@ def disk(size_bytes: int = 512 * GIB, budget: tuple[float, float] | None = None)
 def remote(heap: Heap, size_bytes: int = 4096 * GIB) -> SimTier:
     medium = Medium(8.0, 2e6)
     plan = TierPlan(tier=Tier.REMOTE, limits=split(size_bytes), read=medium, write=medium)
-    return SimTier(plan, heap=heap)
+    return SimTier(plan, shared=linked("remote", medium, heap))
 
 
 class Ran(msgspec.Struct, frozen=True):
@@ -80,8 +80,11 @@ class SimNodeDriver:
         hbm_bytes: int = 40 * GIB,
         heap: Heap | None = None,
         placement: Placement | None = None,
+        shared: Duplex[Link] | None = None,
     ) -> None:
+        """`shared`: a host's link in place of PCIe of the worker's own."""
         self.heap = heap or Heap()
+        self._shared = shared
         self.model: UnitModel = unit_model(geometry_of(config), U)
         self.block = self.model.layout.block_tokens
         nic = linked("nic", Medium(0.05, 12e6), self.heap)
@@ -102,11 +105,12 @@ class SimNodeDriver:
             self.model,
             PREFILL,
             store=self.store,
-            pcie=self.pcie,
+            pcie=self._shared or self.pcie,
             settings=settings,
         )
+        pcie = self._shared or self.pcie
         self.node = SimNode(
-            state, self.store, self.pcie, at=self.heap.at, started=self.started.__setitem__
+            state, self.store, pcie, at=self.heap.at, started=self.started.__setitem__
         )
 
     def crash(self) -> None:

@@ -81,6 +81,14 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     help="Of the workers, those that only prefill. 0: half of them, for policies that split.",
 )
 @click.option(
+    "--workers-per-host",
+    type=click.IntRange(1, 10_000),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="N workers share a host's --pcie, --nic and drive (3 GB/s). The last may have fewer.",
+)
+@click.option(
     "--gateways",
     type=click.IntRange(1, 1000),
     default=1,
@@ -112,7 +120,15 @@ DEFAULT_POLICIES = "round_robin,least_load,lmetric,sticky,ear,ownerserve"
     default=12.5,
     show_default=True,
     metavar="GB/S",
-    help="GB/s between workers.",
+    help="GB/s between hosts.",
+)
+@click.option(
+    "--pcie",
+    type=Finite(1e-3, 1e6),
+    default=51.2,
+    show_default=True,
+    metavar="GB/S",
+    help="GB/s between a host's devices and its memory, each way.",
 )
 @click.option(
     "--checkpoints",
@@ -256,13 +272,14 @@ def _setup(policy: str, given: dict[str, Any]) -> SimSetup:
         policy=policy,
         workers=workers,
         prefill_workers=prefill if policy in PD else 0,
+        workers_per_host=given["workers_per_host"],
         gateways=given["gateways"],
         pace=given["pace"],
         kv_bytes=_size(given, "kv"),
         cache_policy=given["evict"],
         abilities=given["abilities"],
         seats=SeatSettings(share=given["seats"]) if given["seats"] else None,
-        links=Links(nic_gb_s=given["nic"]),
+        links=Links(nic_gb_s=given["nic"], pcie_gb_s=given["pcie"]),
         tiers=Tiers(
             host_bytes=_size(given, "host"),
             disk_bytes=_size(given, "disk"),

@@ -25,12 +25,25 @@ from ownerserve.sim.engine.batch import FOLD_MAX
 from ownerserve.sim.workload import WorkloadShape
 
 Oracle = Literal["", "infinite", "horizon", "next-use", "places", "residents", "places-residents"]
+AT_LEAST_ONE = (
+    "workers",
+    "workers_per_host",
+    "gateways",
+    "step_tokens",
+    "running",
+    "longest_fold",
+)
 PD = ("static_pd", "static_pd_delta", "round_robin_pd")
 """Policies that want workers of two kinds."""
 
 
+PCIE_MS = 0.05
+"""Latency of a copy between a device and host memory."""
+
+
 class Links(msgspec.Struct, frozen=True, kw_only=True):
-    """The links are the media around a worker: GB/s of each direction, ms of latency."""
+    """The links are the media around a host, which its workers share: GB/s of each direction, ms of
+    latency."""
 
     nic_gb_s: float = 12.5
     nic_ms: float = 0.5
@@ -67,6 +80,8 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     workers           routing units; of these `prefill_workers` only prefill (PD)
     worker_order      all, as gateways come to know them: of those that are as good the first
                       is taken; (): as numbered
+    workers_per_host  so many share a host's link to its memory, its NIC and its drive
+                      (sim.worker.host); 1: each has a host of its own
     gateways          among which sessions are shared out, each with a router, a queue and seats of
                       its own; of the others' turns they know what workers say
     probe_s           how often each of several asks every worker for its load
@@ -97,6 +112,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 8
     prefill_workers: int = 0
     worker_order: tuple[int, ...] = ()
+    workers_per_host: int = 1
     gateways: int = 1
     probe_s: float = 1.0
     clients: ClientSettings = ClientSettings()
@@ -142,7 +158,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
         if self.worker_order and sorted(self.worker_order) != list(range(self.workers)):
             problem = f"{self.worker_order} of {self.workers} workers"
             raise InvalidInput("worker_order", problem, "name each from 0 on once, or none")
-        for field in ("workers", "gateways", "step_tokens", "running", "longest_fold"):
+        for field in AT_LEAST_ONE:
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
         if not self.step_factors or not all(0.0 < one < inf for one in self.step_factors):

@@ -64,7 +64,8 @@ from ownerserve.sim.storage.layout import UnitModel, unit_defaults, unit_policy
 from ownerserve.sim.storage.store import AlreadyKept, PendingRead, Room, SimStore, TierCopy
 from ownerserve.sim.storage.stored import LostRecords, held_units, located
 from ownerserve.sim.storage.unit_names import UnitNames
-from ownerserve.sim.timeline.media import Duplex, Pipe, in_series
+from ownerserve.sim.timeline.links import Ways, carry
+from ownerserve.sim.timeline.media import Pipe, in_series
 from ownerserve.store.format.model import MissReason
 
 TICK_S = 0.01
@@ -97,7 +98,7 @@ def make_node(
     prefill: Coefficients,
     *,
     store: SimStore,
-    pcie: Duplex[Pipe],
+    pcie: Ways,
     settings: NodeSettings | None = None,
     policy: str = "turn-end",
     abilities: Abilities = FULL_ABILITIES,
@@ -136,7 +137,7 @@ class SimNode:
         self,
         state: NodeState,
         store: SimStore,
-        pcie: Duplex[Pipe],
+        pcie: Ways,
         *,
         at: At,
         started: Started,
@@ -317,17 +318,24 @@ class SimNode:
     def _read(self, fetch: Fetch, reading: PendingRead, now: float) -> None:
         """Send what has come to host memory on to the device."""
         if self.is_alive and fetch.operation_id in self._asked:
-            done_s = self.pcie.back.take(reading.bytes, now)
-            self._at(done_s, partial(self._landed, fetch, reading))
+            landed = partial(self._landed, fetch, reading)
+            carry(self.pcie.back, reading.bytes, now).then(self._at, landed, now)
 
     def _landed(self, fetch: Fetch, reading: PendingRead, now: float) -> None:
         if not self._take(fetch.operation_id):
             return
         if reading.tier is not None:
-            service_s = reading.service_s + self.pcie.back.service_s(reading.bytes)
-            self._learn(Loaded(reading.tier, reading.bytes, 1e3 * service_s))
+            self._learn(Loaded(reading.tier, reading.bytes, 1e3 * self._took_s(reading, now)))
         self._fetched[fetch.operation_id] = tuple(want.id for want in fetch.wants)
         self.handle(Fetched(fetch.operation_id), now)
+
+    def _took_s(self, reading: PendingRead, now: float) -> float:
+        """Return what a worker would measure: of its own media what they took once they began, of a
+        host's, where neighbours move bytes that it knows nothing of, all the time that passed."""
+        way = self.pcie.back
+        if isinstance(way, Pipe):
+            return reading.service_s + way.service_s(reading.bytes)
+        return now - reading.began_s
 
     def _learn(self, seen: Loaded) -> None:
         if seen.ms > 0.0:
@@ -338,8 +346,7 @@ class SimNode:
     def _copy(self, copies: Sequence[StoreCopy], now: float) -> None:
         """Send all copies of one tick together; they are answered together."""
         count = sum(len(copy.slots) * self._slot_bytes[copy.component] for copy in copies)
-        done_s = self.pcie.out.take(count, now)
-        self._at(done_s, partial(self._reserve, copies))
+        carry(self.pcie.out, count, now).then(self._at, partial(self._reserve, copies), now)
 
     def _reserve(self, copies: Sequence[StoreCopy], now: float) -> None:
         if not self.is_alive:

@@ -1,6 +1,6 @@
 """This module makes the node of each simulated worker, and the tiers below it. Wiring only.
 
-Owns what outlives a worker's process: its disk, its links, and the remote tier that all share.
+Owns what outlives a worker's process: its disk, and the remote tier that all share.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Tier
 from ownerserve.node.vocabulary.records import Tip
 from ownerserve.plan.cost.prices import Medium
-from ownerserve.sim.config.setup import SimSetup
+from ownerserve.sim.config.setup import PCIE_MS, SimSetup
 from ownerserve.sim.engine.pace import Pace
 from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.storage.layout import UnitModel
@@ -19,6 +19,7 @@ from ownerserve.sim.storage.nodeport import SimNode, make_node
 from ownerserve.sim.storage.store import SimStore
 from ownerserve.sim.storage.tier import SimTier, TierPlan
 from ownerserve.sim.timeline.heap import Heap
+from ownerserve.sim.timeline.links import linked
 from ownerserve.sim.timeline.media import duplex
 from ownerserve.sim.worker.worker import SimWorker
 from ownerserve.store.tiers.policy import split
@@ -43,7 +44,7 @@ class NodeMaker:
             plan = TierPlan(
                 tier=Tier.REMOTE, limits=split(tiers.remote_bytes), read=medium, write=medium
             )
-            self._remote = SimTier(plan, "remote", heap=heap)
+            self._remote = SimTier(plan, shared=linked("remote", medium, heap))
 
     def node(
         self, worker: SimWorker, cache: HeteroCache, *, kind: type[SimNode] = SimNode
@@ -53,8 +54,10 @@ class NodeMaker:
         In a fleet without tiers the node stands over a store that is always empty.
         """
         engine = worker.checkpoint
-        store = SimStore(self._tiers(worker), nic=worker.nic)
-        pcie = duplex(f"{worker.name} pcie", Medium(0.05, self._setup.links.pcie_gb_s * 1e6))
+        store = SimStore(self._tiers(worker), nic=worker.host.nic)
+        pcie = worker.host.memory_link or duplex(
+            f"{worker.name} pcie", Medium(PCIE_MS, self._setup.links.pcie_gb_s * 1e6)
+        )
         state = make_node(
             cache,
             self.model,
@@ -71,8 +74,9 @@ class NodeMaker:
 
     def tally(self, counters: FleetCounters) -> None:
         """Add to `counters` what was written to drives, and read from them."""
+        for reads in {disk.reads for disk in self.disks.values()}:  # one for all of a host
+            counters.ssd_read_bytes += reads.moved_bytes
         for disk in self.disks.values():
-            counters.ssd_read_bytes += disk.reads.moved_bytes
             if disk.segments is not None:
                 counters.ssd_new_bytes += disk.segments.appended_bytes
                 counters.ssd_written_bytes += disk.segments.written_bytes
@@ -106,4 +110,4 @@ class NodeMaker:
         plan = TierPlan(
             tier=Tier.DISK, limits=split(setup.disk_bytes), read=medium, write=medium, budget=budget
         )
-        return SimTier(plan, f"{worker.name} disk")
+        return SimTier(plan, f"{worker.name} disk", shared=worker.host.drive)

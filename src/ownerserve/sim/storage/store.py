@@ -47,6 +47,7 @@ class PendingRead(msgspec.Struct, frozen=True):
 
     coming: Delivery
     bytes: int
+    began_s: float
     service_s: float
     tier: Tier | None
 
@@ -148,10 +149,10 @@ class SimStore:
             self._took(level, record, want, now_s)
         loads = [(tier, count) for tier, count in zip(self.tiers, sizes, strict=True) if count]
         nic = None if self._nic is None else self._nic.back
-        coming = self._carry([(tier.reads, count) for tier, count in loads], nic, now_s)
+        coming = self._carry([(t.tier, t.reads, count) for t, count in loads], nic, now_s)
         service_s = sum(tier.reads.service_s(count) for tier, count in loads)
         origin = loads[0][0].tier if len(loads) == 1 else None
-        return PendingRead(coming, sum(sizes), service_s, origin)
+        return PendingRead(coming, sum(sizes), now_s, service_s, origin)
 
     def _nearest(self, id_: bytes) -> tuple[int, Listed] | None:
         for level, tier in enumerate(self.tiers):
@@ -170,17 +171,18 @@ class SimStore:
             self._moves[want.id, 0] = TierCopy(record, 0)
 
     def _carry(
-        self, loads: Iterable[tuple[Pipe | Link, int]], nic: Link | None, now_s: float
+        self, loads: Iterable[tuple[Tier, Pipe | Link, int]], nic: Link | None, now_s: float
     ) -> Delivery:
-        """Begin to move so many bytes each way; over links the NIC carries them too."""
+        """Begin to move so many bytes each way; those of a remote tier the NIC carries too."""
         done_s, streams = now_s, []
-        for way, count in loads:
+        for tier, way, count in loads:
             if isinstance(way, Pipe):
                 done_s = max(done_s, way.take(count, now_s))
             elif count:
-                over = (way,) if nic is None else (way, nic)
+                is_remote = tier is Tier.REMOTE
+                over = (way, nic) if is_remote and nic is not None else (way,)
                 streams.append(stream(over, count, now_s))
-                self.network_bytes += count
+                self.network_bytes += count if is_remote else 0
         return Delivery(done_s, tuple(streams))
 
     # -- writing -------------------------------------------------------------------------------
@@ -232,7 +234,8 @@ class SimStore:
         for level, record in records:
             sizes[level] += record.stored_bytes
         nic = None if self._nic is None else self._nic.out
-        loads = [(self.tiers[level].writes, count) for level, count in sizes.items()]
+        tiers = self.tiers
+        loads = [(tiers[at].tier, tiers[at].writes, count) for at, count in sizes.items()]
         return self._carry(loads, nic, now_s)
 
     def commit(self, rooms: Sequence[Room], now_s: float) -> None:

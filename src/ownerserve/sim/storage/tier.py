@@ -1,8 +1,8 @@
 """A simulated tier knows which records it holds, and who must go for more. No bytes, no clock.
 
 What is kept and what goes is decided by the store's own classes (store.tiers.ledger and policy):
-this is their catalogue, with a way for reads and one for writes: pipes, or the links that all who
-are given a remote tier share. Owns its records, and their room.
+this is their catalogue, with a way for reads and one for writes: pipes, or links that several
+share. Owns its records, and their room.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from ownerserve.kv.ids import PrefixHash
 from ownerserve.kv.messages import Tier
 from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.storage.segments import Segments
-from ownerserve.sim.timeline.heap import Heap
-from ownerserve.sim.timeline.links import Link
-from ownerserve.sim.timeline.media import Pipe
+from ownerserve.sim.timeline.links import Link, carry
+from ownerserve.sim.timeline.media import Duplex, Pipe
 from ownerserve.store.disk.superblock import DEFAULT_SEGMENT_BYTES
 from ownerserve.store.format.model import (
     ID_BYTES,
@@ -57,17 +56,25 @@ class SimTier:
     """A tier holds its records and their room. One that many nodes are given is shared: a remote
     store."""
 
-    def __init__(self, plan: TierPlan, name: str = "", *, heap: Heap | None = None) -> None:
-        """`heap`: what moves is shared fairly by all who are given the tier; None: it queues."""
+    def __init__(
+        self, plan: TierPlan, name: str = "", *, shared: Duplex[Link] | None = None
+    ) -> None:
+        """`shared`: the links that writes go out over and reads come back by, which others use too;
+        None: both queue, each by itself."""
         name = name or plan.tier.value
         self.tier = plan.tier
         self.is_volatile = plan.tier is Tier.HOST
         """A crash of its machine loses what it holds."""
         self.limits = plan.limits
-        self.reads, self.writes = (
-            Pipe(f"{name}/{way}", medium) if heap is None else Link(f"{name}/{way}", medium, heap)
-            for way, medium in (("read", plan.read), ("write", plan.write))
-        )
+        self.reads: Pipe | Link
+        self.writes: Pipe | Link
+        if shared is None:
+            self.reads, self.writes = (
+                Pipe(f"{name}/{way}", medium)
+                for way, medium in (("read", plan.read), ("write", plan.write))
+            )
+        else:
+            self.reads, self.writes = shared.back, shared.out
         self.counters: Counter[str] = Counter()
         self.segments = Segments(plan.segment_bytes) if plan.tier is Tier.DISK else None
         self.budget = None if plan.budget is None else WriteBudget(*plan.budget)
@@ -224,8 +231,7 @@ class SimTier:
                 self.counters["expired"] += 1
         if self.segments is not None and (again := self.segments.compact()):
             for way in (self.reads, self.writes):
-                if isinstance(way, Pipe):  # as every drive's is
-                    way.take(again, now_s)
+                carry(way, again, now_s)
             if self.budget is not None:
                 self.budget.spend(again, now_s)
 

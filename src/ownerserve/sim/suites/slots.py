@@ -36,7 +36,7 @@ from ownerserve.router.worker import Worker
 from ownerserve.sim.storage.nodeport import At, SimNode, Started, ToCheckpoint
 from ownerserve.sim.storage.store import SimStore
 from ownerserve.sim.timeline.heap import Heap
-from ownerserve.sim.timeline.media import Duplex, Pipe
+from ownerserve.sim.timeline.links import Ways
 from ownerserve.sim.worker.transfers import Then, TransferResult, Transfers
 from ownerserve.sim.worker.worker import SimWorker
 
@@ -65,7 +65,7 @@ class SlotNode(SimNode):
         self,
         state: NodeState,
         store: SimStore,
-        pcie: Duplex[Pipe],
+        pcie: Ways,
         *,
         at: At,
         started: Started,

@@ -16,38 +16,54 @@ from functools import partial
 
 import msgspec
 
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.plan.cost.prices import Medium
 from ownerserve.sim.timeline.heap import Call, Heap, TimedCall
-from ownerserve.sim.timeline.media import Duplex
+from ownerserve.sim.timeline.media import Duplex, Pipe
 
 
 class Link:
-    """A link is one direction of a medium that streams share. `moved_bytes` went over it."""
+    """A link is one direction of a medium that streams share. `moved_bytes` went over it; it is
+    `factor` times as slow as its medium."""
 
-    __slots__ = ("cut_until_s", "heap", "medium", "moved_bytes", "name", "streams")
+    __slots__ = ("cut_until_s", "factor", "heap", "medium", "moved_bytes", "name", "streams")
 
     def __init__(self, name: str, medium: Medium, heap: Heap) -> None:
         self.name = name
         self.medium = medium
         self.heap = heap
         self.moved_bytes = 0
+        self.factor = 1.0
         self.cut_until_s = 0.0
         self.streams: dict[Stream, None] = {}
         """What moves over it now, in the order in which it began."""
 
+    @property
+    def bytes_per_ms(self) -> float:
+        """What moves over it at once in all."""
+        return self.medium.bytes_per_ms / self.factor
+
     def starts_s(self, now_s: float) -> float:
         """Return when what was asked for before would be over, in seconds, had it all of the
         link."""
-        waiting_s = self.waiting_bytes(now_s) / self.medium.bytes_per_ms / 1e3
+        waiting_s = self.waiting_bytes(now_s) / self.bytes_per_ms / 1e3
         return max(now_s + waiting_s, self.cut_until_s)
 
     def service_s(self, count: int) -> float:
         """Return how many seconds `count` bytes take that share with nobody."""
-        return self.medium.ms(count) / 1e3 if count else 0.0
+        return self.factor * self.medium.ms(count) / 1e3 if count else 0.0
 
     def waiting_bytes(self, now_s: float) -> int:
         """Return the bytes under way and not yet moved."""
         return sum(one.count - one.moved_bytes(now_s) for one in self.streams)
+
+    def slow(self, factor: float) -> None:
+        """Let everything move `factor` times as slowly from now on, what is under way too; 1 mends
+        it. Raises InvalidInput for a factor that is not above 0."""
+        if factor <= 0.0:
+            raise InvalidInput("slow", f"a factor of {factor:g}", "use more than 0; 1 is as new")
+        self.factor = factor
+        share((self,), self.heap.now)
 
     def cut(self, until_s: float) -> None:
         """Let nothing begin before `until_s`: what is asked for waits, what is under way
@@ -122,7 +138,7 @@ class Stream:
         share(self.links, now)
 
     def _sent(self, now: float) -> None:
-        latency_ms = max(link.medium.latency_ms for link in self.links)
+        latency_ms = max(link.factor * link.medium.latency_ms for link in self.links)
         self._timer = self._heap.at(now + latency_ms / 1e3, self._arrived)
         self._leave(self.count, now)
 
@@ -159,7 +175,7 @@ def share(links: Iterable[Link], now: float) -> None:
     """
     reached = _reached(links)
     open_streams = {link: len(link.streams) for link in reached}
-    room = {link: link.medium.bytes_per_ms for link in reached}
+    room = {link: link.bytes_per_ms for link in reached}
     settled: set[Stream] = set()
     rate = 0.0
     while tight := [link for link in reached if open_streams[link]]:
@@ -201,3 +217,14 @@ class Delivery(msgspec.Struct, frozen=True):
             at(max(self.done_s, now), call)
         else:
             coming.then = partial(self.then, at, call)
+
+
+Ways = Duplex[Pipe] | Duplex[Link]
+"""Both directions of a medium of one's own, where what moves queues, or of one that is shared."""
+
+
+def carry(way: Pipe | Link, count: int, now: float) -> Delivery:
+    """Begin to move `count` bytes one way. Nothing takes no time."""
+    if isinstance(way, Pipe):
+        return Delivery(way.take(count, now))
+    return Delivery(now, (stream((way,), count, now),) if count else ())

@@ -7,7 +7,7 @@ matchable there before all of it has landed. W9's machines replace this model.
     bring -> room? -- no --> waits for it, until `timeout_s` -> NO_ROOM
                | yes
                v
-    source's NIC out and target's NIC in, both, shared fairly -----------> commit -> LANDED
+    source's NIC out and target's NIC in, or their host's memory: fairly -> commit -> LANDED
                |                                `--- not there after `timeout_s`  -> LATE
                `--- the source died meanwhile -> SOURCE_LOST, the target -> LOST
 """
@@ -45,7 +45,7 @@ class TransferOutcome(StrEnum):
 class TransferResult(msgspec.Struct, frozen=True, gc=False):
     """A result says how a transfer ended.
 
-    When it LANDED, `units` of the prompt are at the target now. `bytes` crossed the network for it.
+    When it LANDED, `units` of the prompt are at the target now. `bytes` left the source for it.
     It waited `waited_s` for room.
     """
 
@@ -84,7 +84,7 @@ class Transfers:
     way."""
 
     def __init__(self, heap: Heap, *, timeout_s: float, switch: Link | None = None) -> None:
-        """`switch`: what all transfers go over beside both NICs; None where it never blocks."""
+        """`switch`: what all go over between two hosts' NICs; None where it never blocks."""
         self._switch = () if switch is None else (switch,)
         self.bytes = 0
         self.count = 0
@@ -138,7 +138,7 @@ class Transfers:
         count = round((held - room.start) * target.unit_bytes) + len(points) * target.point_bytes
         self.count += 1
         waited_s = now - wish.asked_s
-        coming = stream((source.nic.out, *self._switch, target.nic.back), count, now)
+        coming = stream(source.host.way_to(target.host, between=self._switch), count, now)
         late = TransferResult(TransferOutcome.LATE, held, 0, waited_s)
         overdue = self._heap.at(
             max(now, wish.asked_s + self._timeout_s),

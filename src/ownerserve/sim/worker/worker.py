@@ -26,8 +26,7 @@ from ownerserve.plan.inputs import Backlog
 from ownerserve.sim.engine.engine import SimEngine
 from ownerserve.sim.engine.sequence import SimSequence
 from ownerserve.sim.timeline.heap import Call, Heap, TimedCall
-from ownerserve.sim.timeline.links import Link
-from ownerserve.sim.timeline.media import Duplex
+from ownerserve.sim.worker.host import Host
 
 
 class WorkerNode(Protocol):
@@ -100,7 +99,7 @@ class SimWorker:
         heap: Heap,
         make: Callable[[SimWorker], Machine],
         *,
-        nic: Duplex[Link],
+        host: Host,
         unit_tokens: int,
         listener: Listener,
     ) -> None:
@@ -109,7 +108,7 @@ class SimWorker:
         self.name = WorkerId(f"w{index}")
         self.incarnation = Incarnation(1)
         self.unit = RoutingUnit(self.name, 0, self.incarnation)
-        self.nic = nic
+        self.host = host
         self.unit_tokens = unit_tokens
         self.is_up = True
         self.heap = heap
