@@ -24,6 +24,7 @@ the Ca half), which are a point component of their own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -159,7 +160,7 @@ class Component(msgspec.Struct, frozen=True):
     payload_bytes: int
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(msgspec.Struct, frozen=True, dict=True):
     """A layout is all components of a model at one block length; `state_bytes` is one live state
     block.
 
@@ -186,17 +187,17 @@ class Layout(msgspec.Struct, frozen=True):
                     f"use a multiple of {tail.period}",
                 )
 
-    @property
+    @cached_property
     def packed_block_bytes(self) -> int:
         """Return the bytes that one block's tokens take when packed (kv.prefix)."""
         return self.block_tokens * TOKEN_BYTES
 
-    @property
+    @cached_property
     def range_names(self) -> tuple[str, ...]:
         """Return the names of the range components."""
         return tuple(c.name for c in self.components if c.coverage is Coverage.RANGE)
 
-    @property
+    @cached_property
     def point_names(self) -> tuple[str, ...]:
         """Return the names of the point components."""
         return tuple(c.name for c in self.components if c.coverage is Coverage.POINT)

@@ -457,6 +457,12 @@ class ArtifactIds:
         """Return the id of the range artifact of that prefix at a `place`."""
         return ArtifactId(hashlib.sha256(self._head + prefix_hash + place).digest())
 
+    def each(
+        self, prefix_hashes: Iterable[PrefixHash], places: Iterable[bytes]
+    ) -> Sequence[ArtifactId]:
+        """Return the ids of the range artifacts of those prefixes, each at its place."""
+        return list(map(self.at, prefix_hashes, places))
+
     def point(self, prefix_hash: PrefixHash, position: int) -> ArtifactId:
         """Return the id of PointKey(prefix_hash, position, component)."""
         key = self._before_point + position.to_bytes(8, "little") + self._after_point

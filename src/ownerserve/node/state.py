@@ -131,8 +131,10 @@ class NodeState:
         if not self._has_tiers:
             return self._handle_on_device(event, now)
         effects = self._handle(event, now)
-        self._tell_copied(now)
-        effects += self.residency.to_file()
+        if self.idle_spills.over:
+            self._tell_copied(now)
+        if self.residency.writes:
+            effects += self.residency.to_file()
         if not effects:
             return effects
         for effect in effects:
@@ -143,8 +145,6 @@ class NodeState:
     def _tell_copied(self, now: float) -> None:
         """Have the store looked at for the tips of sessions all of whose copies were answered
         for."""
-        if not self.idle_spills.over:
-            return
         over, self.idle_spills.over = self.idle_spills.over, []
         size = self.cache.layout.packed_block_bytes
         for batch in over:
@@ -241,14 +241,16 @@ class NodeState:
         return []
 
     def _tick(self, now: float) -> list[Effect]:
-        self._reprice(now)
+        if now - self._repriced_s >= REPRICE_S:
+            self._reprice(now)
         self.cache.sessions.expire(now)
         effects = self.restores.overdue(now)
         for event in self.room_queue.let_on(now):
             effects += self._restore(event, now)
         effects += self.pressure_relief.tick(now)
         effects += self.idle_spills.tick(now)
-        self._tell_copied(now)
+        if self.idle_spills.over:
+            self._tell_copied(now)
         effects += self.residency.tick(now)
         self.on_device.tick()
         for prefetch in self.prefetches.due(now):
@@ -259,10 +261,7 @@ class NodeState:
         return effects
 
     def _reprice(self, now: float) -> None:
-        """Give the measured prices to the cache's eviction order and to the checkpoint policy,
-        every REPRICE_S at most."""
-        if now - self._repriced_s < REPRICE_S:
-            return
+        """Give the measured prices to the cache's eviction order and to the checkpoint policy."""
         self._repriced_s = now
         weights = eviction_weights(self.costs.prices(), copies=KEPT_IN)
         per_byte = weights.reload_ms_per_byte

@@ -302,7 +302,8 @@ class Residency:
         self._looking: dict[OperationId, tuple[TipRecords, float]] = {}
         self._named: OrderedDict[SessionId, TipRecords] = OrderedDict()
         self._in_file: dict[SessionId, int] = {}
-        self._to_file: list[Effect] = []
+        self.writes: list[Effect] = []
+        """What is to be written down or struck out; `to_file` takes it."""
 
     def __len__(self) -> int:
         return len(self._tips)
@@ -384,11 +385,8 @@ class Residency:
         """Return the looks that are due, LOOKS_IN_FLIGHT at most, and repeat those without an
         answer."""
         effects: list[Effect] = []
-        for operation_id, (records, until_s) in list(self._looking.items()):
-            if until_s <= now:
-                del self._looking[operation_id]
-                self._operations.end(operation_id)
-                self._look_at(records.tip.session_id, now)
+        if self._looking:
+            self._repeat(now)
         while self._due and len(self._looking) < LOOKS_IN_FLIGHT:
             session_id, at_s = next(iter(self._due.items()))
             if at_s > now:
@@ -400,10 +398,18 @@ class Residency:
             effects.append(Locate(operation_id, records.ids, deadline_s))
         return effects
 
+    def _repeat(self, now: float) -> None:
+        """Have the looks without an answer made again."""
+        for operation_id, (records, until_s) in list(self._looking.items()):
+            if until_s <= now:
+                del self._looking[operation_id]
+                self._operations.end(operation_id)
+                self._look_at(records.tip.session_id, now)
+
     def to_file(self) -> list[Effect]:
         """Take the effects that write tips down for the next life, or strike them out; each is
         given once."""
-        effects, self._to_file = self._to_file, []
+        effects, self.writes = self.writes, []
         return effects
 
     def next_due(self) -> float | None:
@@ -474,11 +480,11 @@ class Residency:
             self._unfile(tip.session_id)
         elif self._in_file.get(tip.session_id) != tip.depth:
             self._in_file[tip.session_id] = tip.depth
-            self._to_file.append(Remember(tip))
+            self.writes.append(Remember(tip))
 
     def _unfile(self, session_id: SessionId) -> None:
         if self._in_file.pop(session_id, None) is not None:
-            self._to_file.append(Forget(session_id))
+            self.writes.append(Forget(session_id))
 
     def _keep(self, tip: Tip) -> None:
         former = self._tips.pop(tip.session_id, None)

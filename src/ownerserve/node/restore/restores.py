@@ -466,6 +466,8 @@ class Restores:
         """Start the turns whose deadline is over with what the device has, and drop their
         operations."""
         effects: list[Effect] = []
+        if not self._pending:
+            return effects
         for pending in [w for w in self._pending.values() if w.deadline_s <= now]:
             effects += self._abandon(pending, RestoreOutcome.LATE, now)
             effects.append(Start(pending.event.turn_id))

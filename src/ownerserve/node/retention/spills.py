@@ -320,7 +320,8 @@ class IdleSpills:
     def tick(self, now: float) -> list[Effect]:
         """Look up what the store has of the sessions that are due, and return the copies that fit
         this tick's budget of bytes."""
-        effects: list[Effect] = self._give_up(now)
+        is_waiting = self._looking or self._in_flight
+        effects: list[Effect] = self._give_up(now) if is_waiting else []
         while self._queue and self._queue[0][0] <= now:
             due_s, session_id = heappop(self._queue)
             if self._due.get(session_id) != due_s:
@@ -370,8 +371,6 @@ class IdleSpills:
     def _give_up(self, now: float) -> list[Effect]:
         """Give up look-ups and copies that were not answered in time; what comes later is an echo.
         Both tables are in the order of their deadlines."""
-        if not self._looking and not self._in_flight:
-            return []
         late = list(takewhile(lambda item: item[1].until_s <= now, self._looking.items()))
         for operation_id, _ in late:
             del self._looking[operation_id]
@@ -530,11 +529,12 @@ class PressureRelief:
     def tick(self, now: float) -> list[Effect]:
         """Have the cache relieved when that is due, and return copies of what is being spilled,
         within the tick's budget of bytes."""
-        for number in self._copied:
-            if number in self._tickets:
-                self._cache.pressure.copied(number)
-        self._copied.clear()
-        effects: list[Effect] = self._give_up(now)
+        if self._copied:
+            for number in self._copied:
+                if number in self._tickets:
+                    self._cache.pressure.copied(number)
+            self._copied.clear()
+        effects: list[Effect] = self._give_up(now) if self._tickets else []
         if self._cache.pressure.is_due and not self._waits(now):
             for directive in self._cache.pressure.relieve(now):
                 match directive:

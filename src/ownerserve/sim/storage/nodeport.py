@@ -172,7 +172,9 @@ class SimNode:
 
     def handle(self, event: Event, now: float) -> None:
         """Tell the node's state, and do what it wants."""
-        self._perform(self.state.handle(event, now), now)
+        effects = self.state.handle(event, now)
+        if effects:
+            self._perform(effects, now)
         if self.store.tiers:
             self._arm(now)
 
@@ -210,14 +212,17 @@ class SimNode:
             self._perform(self.state.handle(Tick(), now), now)
 
     def _arm(self, now: float) -> None:
-        soonest_s = max(self._ticked_s + TICK_S, now)
-        if self._armed_s is not None and self._armed_s <= soonest_s:
+        armed_s, soonest_s = self._armed_s, self._ticked_s + TICK_S
+        if soonest_s < now:
+            soonest_s = now
+        if armed_s is not None and armed_s <= soonest_s:
             return
         due_s = self.state.next_due()
         if due_s is None:
             return
-        due_s = max(due_s, soonest_s)
-        if self._armed_s is None or due_s < self._armed_s:
+        if due_s < soonest_s:
+            due_s = soonest_s
+        if armed_s is None or due_s < armed_s:
             self._armed_s = due_s
             self._at(due_s, self._tick)
 
@@ -379,7 +384,8 @@ class SimNode:
 
     def _answer(self, answers: Sequence[Event], now: float) -> None:
         for answer in answers:
-            self._perform(self.state.handle(answer, now), now)
+            if effects := self.state.handle(answer, now):
+                self._perform(effects, now)
         if answers:
             self._arm(now)
 

@@ -11,7 +11,7 @@ nothing, and never leaves the simulator.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from struct import Struct
 from typing import ClassVar, cast
 
@@ -55,6 +55,14 @@ class UnitRecordIds(ArtifactIds):
     def at(self, prefix_hash: PrefixHash, place: bytes) -> ArtifactId:
         """Return the id of the range artifact of that prefix at a `place`."""
         return ArtifactId(prefix_hash[:UNIT_BYTES] + place)
+
+    def each(
+        self, prefix_hashes: Iterable[PrefixHash], places: Iterable[bytes]
+    ) -> Sequence[ArtifactId]:
+        """Return the ids of the range artifacts of those prefixes, each at its place."""
+        size = UNIT_BYTES
+        names = [name[:size] + at for name, at in zip(prefix_hashes, places, strict=True)]
+        return cast("list[ArtifactId]", names)
 
     def point(self, prefix_hash: PrefixHash, position: int) -> ArtifactId:
         """Return the id of the state at `position`."""

@@ -6,7 +6,7 @@ Open reservations count. The ledger does no I/O of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ownerserve.store.format.model import ArtifactKind, Listed, Meta, RefusalReason, TierUsage
 from ownerserve.store.tiers.backend import Reservation
@@ -56,16 +56,15 @@ class Ledger:
     def _taken(self, tenant: bytes, kind: ArtifactKind) -> Taken:
         """Return what is standing and reserved, as a need of `tenant` and `kind` sees it."""
         own_kind = own = of_kind = 0
-        for amounts in (self._standing_bytes(), self._reserved.items()):
-            for (owner, its_kind), count in amounts:
-                same_kind, same_owner = its_kind is kind, owner == tenant
-                of_kind += count if same_kind else 0
-                own += count if same_owner else 0
-                own_kind += count if same_kind and same_owner else 0
+        amounts = [(key, used.stored_bytes) for key, used in self._standing.items()]
+        amounts += self._reserved.items()
+        for (owner, its_kind), count in amounts:
+            if its_kind is kind:
+                of_kind += count
+            if owner == tenant:
+                own += count
+                own_kind += count if its_kind is kind else 0
         return Taken(of_kind, own, own_kind)
-
-    def _standing_bytes(self) -> Iterator[tuple[tuple[bytes, ArtifactKind], int]]:
-        return ((key, used.stored_bytes) for key, used in self._standing.items())
 
     def make_room(
         self, meta: Meta, stored_bytes: int, *, oldest: Oldest, order: Order
