@@ -21,10 +21,12 @@ A session is inside while a turn of it runs and for a stay after, `idle_s` at mo
 from what the fleet does (entry/stay.py). One that comes back later and finds its state where it was
 goes on; if some long part of it is gone from every tier, and seats are kept for less than the
 longest stay just then, it takes memory like a new one: it waits for room, before all new ones,
-`return_s` at most. Where the memory of one worker is not known, or
-workers serve several models, there is no limit.
+`return_s` at most.
 
-Who waits stands in a fair line (entry/fair.py): in the order of arrival where there is one tenant.
+Each model has seats and a line of its own (entry/by_model.py), in the memory of the workers that
+serve it; stay and growth are the fleet's. Where the memory of one of those is not known, there is
+no limit for that model. Who waits stands in a fair line (entry/fair.py): in the order of arrival
+where there is one tenant.
 
 Owns what stay and growth are taken to be just now; who is inside (entry/inside.py), who
 was (entry/promised.py), who waits (entry/lines.py) and whose place is kept (entry/kept.py) is owned
@@ -40,11 +42,12 @@ import msgspec
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
+from ownerserve.router.entry.by_model import SeatsByModel
 from ownerserve.router.entry.fair import Ticket
 from ownerserve.router.entry.growth import SessionGrowth
 from ownerserve.router.entry.inside import Seat
 from ownerserve.router.entry.kept import KeptPlaces
-from ownerserve.router.entry.lines import SeatPatience
+from ownerserve.router.entry.lines import Back, SeatPatience
 from ownerserve.router.entry.promised import PromisedSessions
 from ownerserve.router.entry.seats import Seated, Seats
 from ownerserve.router.entry.stay import IdleStay
@@ -112,7 +115,7 @@ class SessionAdmission:
         self._fleet = fleet
         self.stay = IdleStay(self.settings.idle_s, least_s=self.settings.idle_least_s)
         patience = SeatPatience(self.settings.patience_s, self.settings.return_s)
-        self._seats = Seats(lambda: fleet.up, self.settings.share, patience)
+        self._seats = SeatsByModel(fleet, self.settings.share, patience)
         self._promised = PromisedSessions()
         self._kept = KeptPlaces()
         self._grown = SessionGrowth()
@@ -126,12 +129,13 @@ class SessionAdmission:
     @property
     def waiting(self) -> int:
         """How many turns wait for a seat."""
-        return len(self._seats.lines)
+        return sum([len(seats.lines) for seats in self._seats])
 
     @property
     def growth_tokens(self) -> int:
-        """By how many tokens a new session is expected to grow beyond its first prompt."""
-        return self._seats.growth_tokens(self._growth_tokens)
+        """By how many tokens a new session that names no model is expected to grow beyond its first
+        prompt."""
+        return self._seats.of_model(None).growth_tokens(self._growth_tokens)
 
     def ask(
         self,
@@ -143,26 +147,31 @@ class SessionAdmission:
         tenant: str = "",
         terms: TenantTerms = NO_TERMS,
         session_class: SessionClass = SessionClass.NEW,
+        model: str | None = None,
         absent_tokens: int = 0,
     ) -> Answer:
         """Decide whether a turn of `tokens` prompt tokens enters or waits; `parent` is the session
         whose sub-agent or fork this one is. Those who wait are served by weight over their tenants
-        and classes, and in the order of arrival within. `absent_tokens` of what the session had
-        computed lie in no tier any more."""
-        self._note_return(session, tokens, now_s)
+        and classes, and in the order of arrival within, each `model` for itself. `absent_tokens` of
+        what the session had computed lie in no tier any more."""
+        self._note_return(session, tokens, model, now_s=now_s)
         self._expire(now_s)
         if self._is_promised(session, parent):
-            if self._waits_for_state(session, parent, tokens, absent_tokens=absent_tokens):
+            if absent_tokens >= DEFAULTS.long_tokens and self._waits_for_state(
+                session, parent, tokens, model=model
+            ):
                 place = self._kept.take(session, now_s)
-                self._seats.lines.add_back(place, session, tokens)
+                back = Back(session, tokens, model, place.came_s)
+                self._seats.of_model(model).lines.add_back(place.ticket, back)
                 return Wait(place.ticket, WaitReason.STATE)
-            self._enter(session, tokens, now_s=now_s, growth=0)
+            self._enter(self._seats.of(session, model), session, tokens, now_s=now_s)
             return ENTER
-        if not self._fleet.up:
+        if not self._fleet.candidates(model):
             return ENTER
-        growth = self.growth_tokens
-        if self._seats.takes(tokens, growth):
-            self._enter(session, tokens, now_s=now_s, growth=growth)
+        seats = self._seats.of(session, model)
+        growth = seats.growth_tokens(self._growth_tokens)
+        if seats.takes(tokens, growth, model=model):
+            self._enter(seats, session, tokens, now_s=now_s, growth=growth)
             return ENTER
         place = self._kept.take(session, now_s)
         turn = EnteringTurn(
@@ -173,9 +182,10 @@ class SessionAdmission:
             tenant=tenant,
             terms=terms,
             session_class=session_class,
+            model=model,
             came_s=now_s,
         )
-        self._seats.lines.add(place, turn)
+        seats.lines.add(place, turn)
         return Wait(place.ticket)
 
     def ended(self, session: SessionId, tokens: int, now_s: float) -> None:
@@ -193,49 +203,67 @@ class SessionAdmission:
         """Free the seat of a session that is over, and forget what was promised to it."""
         self._grown.over(session)
         self._promised.over(session)
-        self._seats.inside.stand_up(session)
+        for seats in self._seats:
+            seats.inside.stand_up(session)
 
     def leave(self, ticket: Ticket, now_s: float) -> None:
         """Take the ticket of a client that hung up out of the line, and keep its place for
         PLACE_KEPT_S; one that no longer waits is no error."""
-        if (left := self._seats.lines.leave(ticket, now_s)) is not None:
+        seats = self._seats.before(ticket)
+        if seats is not None and (left := seats.lines.leave(ticket, now_s)) is not None:
             self._kept.keep(*left)
 
     def place(self, ticket: Ticket) -> LinePlace:
-        """Return where one stands who waits: who was inside before stands in a line of its own."""
-        return self._seats.lines.place(ticket)
+        """Return where one stands who waits, in the line of its model: who was inside before stands
+        in another. Raises KeyError for one who does not wait."""
+        seats = self._seats.before(ticket)
+        if seats is None:
+            raise KeyError(ticket)
+        return seats.lines.place(ticket)
 
     def places(self) -> dict[Ticket, LinePlace]:
-        """Return where each stands who waits, the first of them first."""
-        return self._seats.lines.places()
+        """Return where each stands who waits, the first of each line first."""
+        return {at: place for one in self._seats for at, place in one.lines.places().items()}
 
     def due(self, now_s: float) -> list[Ticket]:
-        """Let in those whose turn it is, and return their tickets in the order of arrival; behind
-        them those of their sessions' other turns, sub-agents and forks."""
+        """Let in those whose turn it is, and return their tickets, each model's in their order;
+        behind them those of their sessions' other turns, sub-agents and forks."""
         if not self.waiting:
             return []
         self._expire(now_s)
-        found = self._noted(self._seats.back_in(now_s))
-        if not self._fleet.up:
-            found += (one.ticket for one in self._seats.lines.in_order())
-            for ticket in found:
-                self.leave(ticket, now_s)
-            return found
-        found += self._noted(self._seats.new_in(self._growth_tokens, now_s))
+        found: list[Ticket] = []
+        for seats in self._seats:
+            found += self._noted(seats.back_in(now_s))
+            if seats.workers:
+                found += self._noted(seats.new_in(self._growth_tokens, now_s))
+            else:
+                found += self._let_go(seats, now_s)
         return found + self._following(now_s)
 
     def next_due_s(self) -> float | None:
         """Return when time alone may let somebody in, as a seat goes cold or patience ends; None
         when nobody waits or no time is set."""
-        return self._seats.due_s(self.stay.seconds)
+        dues = [seats.due_s(self.stay.seconds) for seats in self._seats]
+        return min([due_s for due_s in dues if due_s is not None], default=None)
 
     def check(self) -> None:
         """Raise InvariantViolated unless the sums of tokens are those of the sessions inside."""
-        self._seats.inside.check()
+        for seats in self._seats:
+            seats.inside.check()
 
-    def _enter(self, session: SessionId, prompt: int, *, now_s: float, growth: int) -> None:
-        self._seats.inside.begin(session, prompt, now_s=now_s, growth=growth)
+    def _enter(
+        self, seats: Seats, session: SessionId, prompt: int, *, now_s: float, growth: int = 0
+    ) -> None:
+        seats.inside.begin(session, prompt, now_s=now_s, growth=growth)
         self._note_begun(session, prompt)
+
+    def _let_go(self, seats: Seats, now_s: float) -> list[Ticket]:
+        """Let all who wait go on without a seat, to be refused at once, and return their tickets:
+        no worker serves their model. Their places are kept."""
+        found = [one.ticket for one in seats.lines.in_order()]
+        for ticket in found:
+            self.leave(ticket, now_s)
+        return found
 
     def _noted(self, let_in: list[Seated]) -> list[Ticket]:
         """Note who was let in, and return their tickets."""
@@ -251,15 +279,19 @@ class SessionAdmission:
 
     def _ended(self, session: SessionId, tokens: int, now_s: float) -> Seat | None:
         self._grown.ended(session, tokens, now_s)
-        seat = self._seats.inside.end(session, tokens, now_s)
-        if seat is not None and not seat.live:
-            self._promised.leave(session, now_s)
-        return seat
+        for seats in self._seats:
+            if (seat := seats.inside.end(session, tokens, now_s)) is not None:
+                if not seat.live:
+                    self._promised.leave(session, now_s)
+                return seat
+        return None
 
-    def _note_return(self, session: SessionId, tokens: int, now_s: float) -> None:
+    def _note_return(
+        self, session: SessionId, tokens: int, model: str | None, *, now_s: float
+    ) -> None:
         """Tell the stay of a session that was away and is here again."""
         left_s = self._promised.come_back(session)
-        if left_s is not None and (up := self._fleet.up):
+        if left_s is not None and (up := tuple(self._fleet.candidates(model))):
             some = up[:: -(-len(up) // REFILLS_PRICED)]
             refill_ms = sum(worker.speed.prefill.ms(tokens, 0) for worker in some) / len(some)
             self.stay.came_back(now_s - left_s, tokens, refill_ms / 1000.0)
@@ -270,15 +302,15 @@ class SessionAdmission:
         parent: SessionId | None,
         prompt: int,
         *,
-        absent_tokens: int,
+        model: str | None,
     ) -> bool:
-        """Return whether a session that was inside before waits for room: a long part of its state
-        is gone, and seats are kept for less than the longest stay."""
-        if session in self._seats.inside or parent in self._seats.inside:
+        """Return whether a session that was inside before, and of whose state a long part is gone,
+        waits for room: seats are kept for less than the longest stay."""
+        if self._seats.where(session) is not None or self._seats.where(parent) is not None:
             return False
         if self.stay.seconds >= self.settings.idle_s:
             return False
-        return absent_tokens >= DEFAULTS.long_tokens and not self._seats.takes_back(prompt)
+        return not self._seats.of_model(model).takes_back(prompt, model=model)
 
     def _following(self, now_s: float) -> list[Ticket]:
         """Let in those whose session or parent was let in while they waited; return their
@@ -286,10 +318,14 @@ class SessionAdmission:
         found: list[Ticket] = []
         while self._may_follow:
             self._may_follow = False
-            for one in self._seats.lines.in_order():
-                session, turn = one.turn.session, one.turn
-                if session is not None and self._is_promised(session, turn.parent):
-                    found += self._noted([self._seats.sit_down(one, now_s, growth=0)])
+            for seats in self._seats:
+                for one in seats.lines.in_order():
+                    session, turn = one.turn.session, one.turn
+                    if session is not None and self._is_promised(session, turn.parent):
+                        seats.lines.pop(one.ticket)
+                        own = self._seats.of(session, turn.model)
+                        self._enter(own, session, turn.prompt_tokens, now_s=now_s)
+                        found.append(one.ticket)
         return found
 
     def _is_promised(self, session: SessionId, parent: SessionId | None) -> bool:
@@ -298,17 +334,19 @@ class SessionAdmission:
     def _expire(self, now_s: float) -> None:
         """Free the seats of sessions that were away for too long."""
         self._decide_stay(now_s)
-        self._seats.inside.expire(self.stay.seconds, now_s)
+        for seats in self._seats:
+            seats.inside.expire(self.stay.seconds, now_s)
 
     def _decide_stay(self, now_s: float) -> None:
         """Decide anew how long an idle session keeps its seat, if that was not done lately; where a
-        worker does not say how busy its engine is, it is as long as may be."""
+        worker does not say how busy its engine is, or workers serve several models, it is as long
+        as may be."""
         since_s = now_s - self._looked_s
         if since_s < STAY_EVERY_S:
             return
         self._looked_s = now_s
         self._decide_growth(now_s)
-        workers, capacity = self._fleet.up, self._seats.capacity_tokens()
+        workers, capacity = self._fleet.up, self._seats.of_model(None).capacity_tokens()
         shares = [worker.load.busy_share for worker in workers]
         busy = [share for share in shares if share is not None]
         if capacity is None or not workers or len(busy) < len(workers):

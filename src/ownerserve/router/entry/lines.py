@@ -28,10 +28,12 @@ class SeatPatience(msgspec.Struct, frozen=True, gc=False):
 
 
 class Back(msgspec.Struct, frozen=True, gc=False):
-    """A session that was inside before is back since `came_s`, with a prompt of `tokens`."""
+    """A session that was inside before is back since `came_s`, with a prompt of `tokens` for
+    `model`."""
 
     session: SessionId
     tokens: int
+    model: str | None
     came_s: float
 
 
@@ -51,14 +53,17 @@ class SeatLines:
         """Return how many turns wait."""
         return len(self._line) + len(self.back)
 
+    def __contains__(self, ticket: Ticket) -> bool:
+        return ticket in self._came or ticket in self.back
+
     def add(self, place: KeptPlace, turn: EnteringTurn) -> None:
         """Put a new session's turn in line."""
         self._line.add(InLine(place.ticket, turn))
         self._came[place.ticket] = place.came_s
 
-    def add_back(self, place: KeptPlace, session: SessionId, tokens: int) -> None:
+    def add_back(self, ticket: Ticket, back: Back) -> None:
         """Let a session wait that was inside before, before all new ones."""
-        self.back[place.ticket] = Back(session, tokens, place.came_s)
+        self.back[ticket] = back
         self.back = OrderedDict(sorted(self.back.items()))
 
     def in_order(self) -> Iterator[InLine]:

@@ -5,13 +5,13 @@ Pure functions of what workers say of themselves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
-from ownerserve.router.fleet import room_tokens
+from ownerserve.router.fleet import Candidates, room_tokens
 from ownerserve.router.worker import Worker, WorkerRole
 
 
-def capacity_tokens(workers: Collection[Worker], *, share: float, sessions: int) -> float | None:
+def capacity_tokens(workers: Candidates, *, share: float, sessions: int) -> float | None:
     """Return how many tokens of so many sessions that `share` of the workers' memory holds, less
     the fixed bytes of each; None where a worker's memory is not known, or tokens take none of it,
     and where the workers serve several models: sessions of one fill no memory of another's."""
@@ -40,10 +40,15 @@ def idle_workers(workers: Iterable[Worker]) -> list[Worker]:
     ]
 
 
-def take_idle(idle: list[Worker], prompt: int, beside_tokens: float) -> bool:
-    """Take a worker that has room for the prompt out of `idle`, and return whether there was one:
-    where no session lives or, up to `beside_tokens`, beside the contexts inside."""
+def take_idle(
+    idle: list[Worker], prompt: int, beside_tokens: float, *, serving: Candidates
+) -> bool:
+    """Take a worker of those `serving` the prompt's model, and with room for it, out of `idle`, and
+    return whether there was one: where no session lives or, up to `beside_tokens`, beside the
+    contexts inside."""
     for worker in idle:
+        if worker not in serving:
+            continue
         if room_tokens(worker) >= prompt and (not worker.bound_sessions or prompt <= beside_tokens):
             idle.remove(worker)
             return True

@@ -223,6 +223,7 @@ class AdmissionQueue:
                 tenant=turn.tenant,
                 terms=turn.terms,
                 session_class=turn.session_class,
+                model=turn.model,
                 absent_tokens=turn.absent_tokens,
             )
             if isinstance(answer, Wait):

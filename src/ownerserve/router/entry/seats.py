@@ -1,21 +1,20 @@
-"""The seats in the memory of some workers: who is inside, and who is let in of those that wait.
+"""This module lets sessions in to the memory of one model's workers.
 
 Owns nothing of its own: who is inside is owned by `SessionsInside`, who waits by `SeatLines`. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from math import inf
 
 import msgspec
 
 from ownerserve.kv.ids import SessionId
-from ownerserve.router.entry.fair import InLine, Ticket
+from ownerserve.router.entry.fair import Ticket
 from ownerserve.router.entry.inside import SessionsInside
 from ownerserve.router.entry.lines import SeatLines, SeatPatience
 from ownerserve.router.entry.memory import capacity_tokens, idle_workers, take_idle
-from ownerserve.router.worker import Worker
+from ownerserve.router.fleet import Candidates, Fleet
 
 GROWTH_ASSUMED_TOKENS = 40_000
 """By so much a session is taken to grow until enough of them were over, ..."""
@@ -30,101 +29,106 @@ class Seated(msgspec.Struct, frozen=True, gc=False):
     ticket: Ticket
     session: SessionId
     tokens: int
-    has_room: bool = True
+    has_room: bool
 
 
 class Seats:
-    """The seats in the memory of `workers()`, of which sessions inside may fill a `share`."""
+    """The seats in the memory of the workers that serve `model` (None: all), of which sessions
+    inside may fill a `share`."""
 
     def __init__(
-        self, workers: Callable[[], Collection[Worker]], share: float, patience: SeatPatience
+        self, fleet: Fleet, model: str | None, share: float, patience: SeatPatience
     ) -> None:
         self.inside = SessionsInside()
-        self._workers = workers
-        self._share = share
         self.lines = SeatLines(patience)
+        self._fleet = fleet
+        self._model = model
+        self._share = share
+
+    @property
+    def workers(self) -> Candidates:
+        """The workers that are up and in whose memory the seats are."""
+        return self._fleet.candidates(self._model)
 
     def growth_tokens(self, learnt: int | None) -> int:
         """Return by how many tokens a new session is expected to grow beyond its first prompt: what
         was `learnt`, and something careful before."""
         if learnt is not None:
             return learnt
-        capacity, workers = self.capacity_tokens(), len(self._workers())
+        capacity, workers = self.capacity_tokens(), len(self.workers)
         if capacity is None or not workers:
             return GROWTH_ASSUMED_TOKENS
         return int(min(GROWTH_ASSUMED_TOKENS, max(capacity, 0.0) / workers * GROWTH_ASSUMED_SHARE))
 
-    def takes(self, prompt: int, growth: int) -> bool:
-        """Return whether a new session begins at once: nobody waits and it has a seat, or an idle
-        worker is left for it once those who wait have taken theirs."""
+    def takes(self, prompt: int, growth: int, *, model: str | None) -> bool:
+        """Return whether a new session that asks for `model` begins at once: nobody waits
+        and it has a seat, or an idle worker is left for it once those who wait have taken
+        theirs."""
         if not self.lines and self._has_seat(prompt, growth):
             return True
-        idle, beside = idle_workers(self._workers()), self._beside_tokens()
+        idle, beside = idle_workers(self.workers), self._beside_tokens()
         for one in self.lines.in_order():
             if not idle:
                 return False
-            take_idle(idle, one.turn.prompt_tokens, beside)
-        return take_idle(idle, prompt, beside)
+            serving = self._fleet.candidates(one.turn.model)
+            take_idle(idle, one.turn.prompt_tokens, beside, serving=serving)
+        return take_idle(idle, prompt, beside, serving=self._fleet.candidates(model))
 
-    def takes_back(self, prompt: int) -> bool:
+    def takes_back(self, prompt: int, *, model: str | None) -> bool:
         """Return whether there is room for the state of a session that was inside before."""
         capacity = self.capacity_tokens()
         if not self.inside or capacity is None:
             return True
         if self.inside.held_tokens + prompt <= capacity:
             return True
-        return take_idle(idle_workers(self._workers()), prompt, self._beside_tokens())
+        idle, serving = idle_workers(self.workers), self._fleet.candidates(model)
+        return take_idle(idle, prompt, self._beside_tokens(), serving=serving)
 
     def capacity_tokens(self) -> float | None:
         """Return how many tokens the workers hold of the sessions inside and one more; None: that
         is not known, and there is no limit."""
-        workers, sessions = self._workers(), len(self.inside) + 1
-        return capacity_tokens(workers, share=self._share, sessions=sessions)
+        sessions = len(self.inside) + 1
+        return capacity_tokens(self.workers, share=self._share, sessions=sessions)
 
     def back_in(self, now_s: float) -> list[Seated]:
         """Let in the first that was inside before and has room, or waits for too long, and all who
         need none any more, and return them."""
         found: list[Seated] = []
         for ticket, one in list(self.lines.back.items()):
-            needs_none = one.session in self.inside or not self._workers()
+            needs_none = one.session in self.inside or not self.workers
             if not needs_none and found:
                 continue
             is_late = now_s >= self.lines.patient_until_s(ticket)
-            if needs_none or self.takes_back(one.tokens) or is_late:
+            if needs_none or self.takes_back(one.tokens, model=one.model) or is_late:
                 self.lines.pop(ticket)
                 self.inside.begin(one.session, one.tokens, now_s=now_s, growth=0)
-                found.append(Seated(ticket, one.session, one.tokens))
+                found.append(Seated(ticket, one.session, one.tokens, has_room=True))
         return found
 
     def new_in(self, learnt: int | None, now_s: float) -> list[Seated]:
         """Let in the new sessions whose turn it is, each of which is expected to grow by
         `growth_tokens(learnt)`, and return them."""
         found: list[Seated] = []
-        idle, passed = idle_workers(self._workers()), 0
+        idle, passed = idle_workers(self.workers), 0
         beside, growth = self._beside_tokens(), self.growth_tokens(learnt)
         for one in self.lines.in_order():
             if passed and not idle:
                 break
-            prompt = one.turn.prompt_tokens
+            prompt, serving = one.turn.prompt_tokens, self._fleet.candidates(one.turn.model)
             has_room = not passed and not self.lines.back and self._has_seat(prompt, growth)
-            has_room = has_room or take_idle(idle, prompt, beside)
+            has_room = has_room or take_idle(idle, prompt, beside, serving=serving)
             if not has_room and now_s < self.lines.patient_until_s(one.ticket):
                 passed += 1
                 continue
             if not passed:
                 self.lines.let_in_first(now_s)
-            let_in = self.sit_down(one, now_s, growth=growth)
-            found.append(msgspec.structs.replace(let_in, has_room=has_room))
+            session = one.turn.session
+            assert session is not None  # a turn of none needs no seat
+            self.lines.pop(one.ticket)
+            self.inside.begin(session, prompt, now_s=now_s, growth=growth)
+            found.append(Seated(one.ticket, session, prompt, has_room))
             beside, growth = self._beside_tokens(), self.growth_tokens(learnt)
         return found
-
-    def sit_down(self, one: InLine, now_s: float, *, growth: int) -> Seated:
-        """Let one in who stands in line, and return it."""
-        session, prompt = one.turn.session, one.turn.prompt_tokens
-        assert session is not None  # a turn of none needs no seat
-        self.lines.pop(one.ticket)
-        self.inside.begin(session, prompt, now_s=now_s, growth=growth)
-        return Seated(one.ticket, session, prompt)
 
     def due_s(self, stay_s: float) -> float | None:
         """Return when time alone may let somebody in, as a seat goes cold after `stay_s` or
