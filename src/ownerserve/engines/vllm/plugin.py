@@ -31,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
@@ -42,6 +42,7 @@ import zmq
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ownerserve.engines.vllm.api_news import InventoryAnswers, SharedNews, leave_out_of_log
 from ownerserve.engines.vllm.flags import extra_of
 from ownerserve.engines.vllm.ranks import home_of
 from ownerserve.engines.vllm.scheduler_side.node_rpc import ADDRESS_FILE
@@ -156,10 +157,16 @@ class CorePort:
     def __init__(self, store: Path) -> None:
         self._address = store / ADDRESS_FILE
         self._client: AsyncFramedClient | None = None
+        self._news = SharedNews(self._ask)
 
     async def ask(self, question: RpcRequest) -> Said:
         """Return the core's answer. Raises OSError when there is none to ask, TimeoutError when it
         is silent."""
+        if isinstance(question, ListHeld):
+            return await self._news.answer(question)
+        return await self._ask(question)
+
+    async def _ask(self, question: RpcRequest) -> Said:
         client = self._client
         if client is None:
             address = self._address.read_text().strip()
@@ -298,10 +305,11 @@ class OwnerServeEndpoints:
     def attach_router(self, app: Any) -> None:
         """Add the routes to vLLM's FastAPI application."""
         app.add_api_route("/ownerserve/status", self.status, methods=["GET"])
-        app.add_api_route("/ownerserve/inventory", self.inventory, methods=["GET"])
         app.add_api_route("/ownerserve/admit", self.admit, methods=["POST"])
         app.add_api_route("/ownerserve/release", self.release, methods=["POST"])
         app.add_middleware(AnswerLines, core=self._core_of)
+        app.add_middleware(InventoryAnswers, news=self.inventory)
+        leave_out_of_log()
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Remember where this engine's store is, and who knows which models it serves."""
@@ -331,18 +339,18 @@ class OwnerServeEndpoints:
 
     async def status(self, request: Request) -> Response:
         """Answer with the record of kv.wire.status."""
-        return await self._asked(Status(), request)
+        return await self._asked(Status(), request.query_params)
 
-    async def inventory(self, request: Request) -> Response:
+    async def inventory(self, query: Mapping[str, str]) -> Response:
         """Answer with a page of kv.wire.inventory."""
-        after = request.query_params.get("after", "0")
+        after = query.get("after", "0")
         if not _is_number(after):
             return _json(400, {"error": f"after: {after!r} is no number; send a page's last, or 0"})
-        wait_ms = request.query_params.get("wait_ms", "0")
+        wait_ms = query.get("wait_ms", "0")
         if not _is_number(wait_ms):
             return _json(400, {"error": f"wait_ms: {wait_ms!r} is no number; send milliseconds"})
         asked = ListHeld(int(after), min(int(wait_ms), NEWS_WAIT_MS))
-        return await self._asked(asked, request)
+        return await self._asked(asked, query)
 
     def _served(self) -> tuple[str, ...]:
         """Return all names that this server answers to, adapters among them."""
@@ -357,7 +365,7 @@ class OwnerServeEndpoints:
             body = msgspec.json.decode(await request.body(), type=AdmitBody)
         except UNREADABLE as error:
             return _json(400, {"error": f'{error}; send {{"tokens": 1200}}'})
-        return await self._asked(Probe(Seed(body.tokens), body.session_id), request)
+        return await self._asked(Probe(Seed(body.tokens), body.session_id), request.query_params)
 
     async def release(self, request: Request) -> Response:
         """Let a session go that has moved elsewhere."""
@@ -365,13 +373,13 @@ class OwnerServeEndpoints:
             body = msgspec.json.decode(await request.body(), type=ReleaseBody)
         except UNREADABLE as error:
             return _json(400, {"error": f'{error}; send {{"session_id": "s"}}'})
-        return await self._asked(ReleaseSession(body.session_id), request)
+        return await self._asked(ReleaseSession(body.session_id), request.query_params)
 
-    async def _asked(self, question: RpcRequest, request: Request) -> Response:
+    async def _asked(self, question: RpcRequest, query: Mapping[str, str]) -> Response:
         """Ask the engine core of the data-parallel rank in the query, by default the first."""
         if not self._ports:
             return _json(503, {"error": NO_CONNECTOR})
-        named = request.query_params.get("rank", str(min(self._ports)))
+        named = query.get("rank", str(min(self._ports)))
         port = self._ports.get(int(named)) if _is_number(named) else None
         if port is None:
             known = ", ".join(map(str, self._ports))
