@@ -31,7 +31,7 @@ def worker() -> Iterator[ServedWorker]:
 
 @pytest.fixture
 def gateway(worker: ServedWorker) -> Iterator[ServedGateway]:
-    gateway = ServedGateway(worker)
+    gateway = ServedGateway(worker, seats=None)  # sessions displace one another here
     yield gateway
     gateway.close()
 
