@@ -42,7 +42,7 @@ PROMPT_TOKENS = 1000
 BLOCKS = 160
 NEWS_WAIT_MS = 1000
 IDLE_S = 8.0
-PACED_ROUNDS = 4
+PACED_ROUNDS = 3
 
 
 class Follower(threading.Thread):
@@ -147,14 +147,16 @@ def idle_cpu_ms(pids: list[int]) -> float:
 
 def paced_cpu(url: str, pids: list[int], gateways: Sequence[int]) -> list[float]:
     """Return the CPU share of a core that so many gateways cost while each is told the last word
-    every NEWS_S, above what the processes take beside it: the medians of rounds by turns. Where the
-    machine is too busy for their pace the share is that of as many questions in full time."""
+    every NEWS_S, above what the processes take beside it: the medians of rounds by turns. One of
+    them asks not to be held, so that its questions go to the engine core, as one does for all
+    whenever there is news. Where the machine is too busy for their pace the share is that of as
+    many questions in full time."""
     found: list[list[float]] = [[] for _ in gateways]
     host = str(urlsplit(url).netloc)
     for _ in range(PACED_ROUNDS):
         for number, shares in zip(gateways, found, strict=True):
             idle = idle_cpu_ms(pids) / 1e3
-            asked = [Paced(host) for _ in range(number)]
+            asked = [Paced(host, wait_ms=NEWS_WAIT_MS if at else 0) for at in range(number)]
             before, began_s = cpu_s(pids), time.monotonic()
             for one in asked:
                 one.start()
@@ -168,9 +170,10 @@ def paced_cpu(url: str, pids: list[int], gateways: Sequence[int]) -> list[float]
 class Paced(threading.Thread):
     """It asks for the last word every NEWS_S, over one connection, until told to stop."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, wait_ms: int) -> None:
         super().__init__(daemon=True)
         self._line = HTTPConnection(host)
+        self._wait_ms = wait_ms
         self._last = msgspec.json.decode(self._ask(0))["last"]
         self._questions = 0
         self._is_over = threading.Event()
@@ -188,7 +191,7 @@ class Paced(threading.Thread):
         return self._questions
 
     def _ask(self, after: int) -> bytes:
-        self._line.request("GET", f"/ownerserve/inventory?after={after}&wait_ms={NEWS_WAIT_MS}")
+        self._line.request("GET", f"/ownerserve/inventory?after={after}&wait_ms={self._wait_ms}")
         return self._line.getresponse().read()
 
 

@@ -33,8 +33,9 @@ from ownerserve.node.ownership.inventory import PAGE_WORDS
 from ownerserve.node.ownership.news import NEWS_WAITERS
 
 INVENTORY = "/ownerserve/inventory"
-SHARED_S = 0.025
-"""How long the core is not asked after it said a word, so that several come together."""
+SHARED_S = 0.05
+"""How long the core is not asked after an answer, so that several words come together: as long as
+gateways wait by default, from the same answer on."""
 FOLLOWED_S = 1.0
 """How long the core is asked on after the last question came."""
 WORDS_KEPT = PAGE_WORDS
@@ -145,6 +146,8 @@ class SharedNews:
         said = await self._ask(asked)
         if isinstance(said, PageIs):
             self._newest.learn(said.page, after=asked.after)
+            if asked.wait_ms and self._told is None and self._newest.covers(asked.after):
+                self._follow()
         return said
 
     def _follow(self) -> asyncio.Future[Said | None]:
@@ -155,7 +158,7 @@ class SharedNews:
 
     async def _followed(self) -> None:
         """Ask the core for its next word again and again, as long as somebody follows the news
-        here; a word that comes within SHARED_S of another waits so long for further ones."""
+        here; what it says within SHARED_S of an answer comes together."""
         try:
             while self._waiting or _now() - self._asked_s < FOLLOWED_S:
                 after = self._newest.last
