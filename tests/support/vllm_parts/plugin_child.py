@@ -166,7 +166,7 @@ def play(server: Server, store: Path, report: dict[str, object]) -> None:
     report["turn, bad line"] = turn("{")
     report["turn of no gateway"] = turn(None)
     report["inventory"] = ask("/ownerserve/inventory?after=7")
-    report["news"] = ask("/ownerserve/inventory?after=7&wait_ms=30")
+    report["news"] = ask("/ownerserve/inventory?after=9&wait_ms=30")
     report["no number"] = ask("/ownerserve/inventory?after=-1")
     report["admit"] = ask("/ownerserve/admit", {"tokens": 500})
     report["too long"] = ask("/ownerserve/admit", {"tokens": 1001})

@@ -80,7 +80,7 @@ class NewestWords:
         if self._page is None or after > self.last:
             self._words.clear()
             self.since = self.last = after
-        elif upto <= self.last:
+        elif upto < self.last:
             return  # a later answer was here before
         self._page = page
         for word in page.words:
