@@ -49,6 +49,22 @@ COMPUTE_SHARE_H20, BANDWIDTH_SHARE_H20 = 6.7, 1.2
 TABLES_NOTE = (
     "interpolated operator tables, not engine steps: 10-20 % off silicon where it could be checked"
 )
+NEXT_SHARE = 10 / 512
+NEXT_FACTORS = {
+    "a_ms": 48 / 40,
+    "b_ms": 48 / 40 * (1 + 0.394 * (10 / 8 - 1)),
+    "c_ms": 48 / 40,
+    "d_ms": 48 / 40,
+    "e_ms": 48 / 40,
+    "experts_ms": 48 / 40 * 512 / 256,
+}
+"""Qwen3-Next-80B over Qwen3.5-35B-A3B by shape. Their layers are of equal size, attention, linear
+attention and experts alike; there are 48 of them for 40, 10 experts a token for 8, of 512 for 256.
+0.394 is the experts' part of a prefill of 8,192 tokens in the tables, on two GPUs."""
+NEXT_NOTE = (
+    "tables of Qwen3.5-35B-A3B on as many GPUs, scaled by shape (48 layers for 40, 10 of 512"
+    " experts for 8 of 256): no tables have Qwen3-Next's experts; +-30 %, not measured"
+)
 H20_NOTE = "H200 tables scaled by data sheet (compute / 6.7, bandwidth / 1.2); +-30 %, not measured"
 
 
@@ -79,6 +95,7 @@ MODELS = {
     "qwen3-32b": Model("Qwen/Qwen3-32B", "qwen3-32b", 65.52e9),
     "qwen3-30b-a3b": Model("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b", 61.06e9),
     "qwen3.5-35b-a3b": Model("Qwen/Qwen3.5-35B-A3B", "qwen3.5-35b-a3b", 70.2e9),
+    "qwen3-next-80b": Model("Qwen/Qwen3.5-35B-A3B", "qwen3-next-80b", 160e9),
     "qwen3-coder-480b": Model(
         "Qwen/Qwen3-Coder-480B-A35B-Instruct", "qwen3-coder-480b", 960.3e9, {"moe_tp_size": 8}
     ),
@@ -116,6 +133,7 @@ GPUS_OF = {
     ("qwen3-32b", "H20"): 2,
     ("qwen3-32b", "RTX PRO 6000"): 2,
     ("qwen3.5-35b-a3b", "H100"): 2,
+    ("qwen3-next-80b", "H200"): 2,
 }
 """Where it is neither 1 nor the 8 of the models that name expert parallelism."""
 
@@ -137,7 +155,7 @@ class Deployment(msgspec.Struct, frozen=True):
     @property
     def options(self) -> dict[str, Any]:
         found = {"tp_size": self.gpus, **self.model.options}
-        if self.gpus == 2 and "a3b" in self.name:
+        if self.gpus == 2 and "A3B" in self.model.tables:
             found["moe_tp_size"] = 2
         return found
 
@@ -329,6 +347,18 @@ def scaled_to_h20(pace: PaceFile, deployment: Deployment) -> PaceFile:
     )
 
 
+def scaled_to_next(pace: PaceFile) -> PaceFile:
+    """What the pace of its smaller kin is for Qwen3-Next."""
+    times = {name: float(f"{getattr(pace, name) * NEXT_FACTORS[name]:.6g}") for name in TIMES}
+    return msgspec.structs.replace(
+        pace,
+        expert_share=NEXT_SHARE,
+        error_note=NEXT_NOTE,
+        evidence={**pace.evidence, "scaled_by": NEXT_FACTORS},
+        **times,
+    )
+
+
 def deployments() -> Iterator[Deployment]:
     for model_name, model in MODELS.items():
         for gpu in MEMORY_BYTES:
@@ -351,6 +381,8 @@ def ship(wanted: list[str], console: Console) -> None:
         except (RuntimeError, ValueError, KeyError) as error:  # the tables' words for no data
             console.print(f"[yellow]{deployment.name}: no data ({str(error)[:90]})")
             continue
+        if deployment.model.config == "qwen3-next-80b":
+            pace = scaled_to_next(pace)
         if deployment.gpu == "H20":
             pace = scaled_to_h20(pace, deployment)
         write(pace, FOLDER / f"{deployment.name}.json", console)

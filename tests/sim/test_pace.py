@@ -45,6 +45,7 @@ def test_what_the_issue_names_is_shipped() -> None:
     names = set(paces())
     assert {f"{model}@{gpu}" for model in EVERYWHERE for gpu in GPUS} <= names
     large = ("deepseek-v3", "deepseek-v4-flash", "deepseek-v4-pro", "qwen3-coder-480b")
+    large += ("qwen3-next-80b",)
     assert {f"{model}@h200" for model in large} <= names
 
 
@@ -56,6 +57,18 @@ def test_a_shipped_pace_says_how_it_came_about(pace: PaceFile) -> None:
     assert pace.fit_error < 0.10
     # What was held out errs as what was fitted does: the form holds between the points.
     assert pace.evidence["held_out"]["median"] < pace.fit_error + 0.03
+
+
+def test_a_pace_that_is_scaled_says_from_what_and_by_how_much() -> None:
+    """No tables have Qwen3-Next's experts: 512 weigh twice as much as its kin's 256."""
+    [scaled] = [pace for pace in shipped() if pace.model == "qwen3-next-80b"]
+    assert "not measured" in scaled.error_note and "Qwen3.5-35B-A3B" in scaled.error_note
+    factors = scaled.evidence["scaled_by"]
+    assert factors["experts_ms"] == 2 * factors["a_ms"] and factors["b_ms"] > factors["a_ms"]
+    kin = load_pace("qwen3.5-35b-a3b", "H200")
+    assert scaled.expert_share == 10 / 512 and scaled.gpus == 2
+    crowd = scaled.step_ms(0, 0.0, 8192 * 256, 256)
+    assert crowd > 0.5 * 1.2 * kin.step_ms(0, 0.0, 8192 * 256, 256), "two GPUs are no more than two"
 
 
 @pytest.mark.parametrize("pace", shipped(), ids=lambda pace: pace.name)

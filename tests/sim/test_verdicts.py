@@ -14,9 +14,9 @@ import pytest
 
 from ownerserve.cli.simulation.evaluate import COLOURS
 from ownerserve.report.page import CLASSES, SIGNS, Verdict
+from ownerserve.sim.suites import together
 from ownerserve.sim.suites.base import Experiment, Finding, Origin, Results, Scale
 from ownerserve.sim.suites.registry import experiments
-from ownerserve.sim.suites.together import SETS
 from ownerserve.sim.suites.traces import ROLES
 
 ORIGINS = {role: Origin(role, 100, 1000, is_generated=True) for role in ROLES}
@@ -84,11 +84,11 @@ LEVEL_IS_ENOUGH = {
     "OwnerServe on the same 8 GPUs is no worse than any of them",
     "The cost-based policy is as fast as the best fixed one, and writes less than that",
     *(
-        f"{claim}, with {abilities} abilities"
-        for abilities in SETS
-        for claim in (
-            "With one brain for both a fleet does as much work as with the best rival",
-            "Its turns' mean is no higher than the best rival's",
+        f"{claim} {rival}, with {abilities} abilities"
+        for claim in together.CLAIMS
+        for rival, abilities in (
+            *(("the best rival", abilities) for abilities in together.SETS),
+            ("the best PD split", "ideal"),
         )
     ),
     "Eviction by block frees what is needed: below 500 tokens at a time, not 67k",
