@@ -168,22 +168,22 @@ def _values(results: Results, row: Served, one: Contender, path: str) -> list[fl
     return [known(results[_label(row, one, seed)], path) for seed in _seeds(results.scale)]
 
 
-class Ahead(NamedTuple):
+class Lead(NamedTuple):
     """How far ours is ahead of the best rival, by name: above 1 is better for us."""
 
     rival: str
     by: Compared
 
 
-def _ahead(results: Results, row: Served, rivals: Sequence[Contender], path: str) -> Ahead:
+def _ahead(results: Results, row: Served, rivals: Sequence[Contender], path: str) -> Lead:
     """Compare ours with the best of `rivals` there, by mean."""
     sign = 1.0 if path == WORK else -1.0
     best = max(rivals, key=lambda one: sign * fmean(_values(results, row, one, path)))
     ratio = compared(_values(results, row, SHIPPED, path), _values(results, row, best, path))
-    return Ahead(str(best), ratio if path == WORK else inverse(ratio))
+    return Lead(str(best), ratio if path == WORK else inverse(ratio))
 
 
-def _finding(results: Results, claim: str, told: Mapping[str, Ahead]) -> Finding:
+def _finding(results: Results, claim: str, told: Mapping[str, Lead]) -> Finding:
     return Finding(
         claim,
         "issue W12b",
