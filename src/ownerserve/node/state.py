@@ -15,6 +15,8 @@ waited for, planned or copied: a turn starts when it arrives, and what is left o
 
 from __future__ import annotations
 
+from math import inf
+
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Resume
 from ownerserve.cache.policies.base import PolicyPrices
@@ -123,6 +125,17 @@ class NodeState:
         can_replay = planner.abilities.can_replay and planner.model.exact_replay_tokens is not None
         self.residency = Residency(names, self.inventory, self.operations, can_replay=can_replay)
         self.residency.told = cache.residents.stored
+        self._instants = (
+            self.idle_spills.next_due,
+            self.pressure_relief.next_due,
+            self.residency.next_due,
+            self.prefetches.next_due,
+            self.restores.next_deadline,
+            cache.sessions.next_due,
+            self.room_queue.next_due,
+        )
+        """Each says when a `Tick` has something to do for its owner; what is asked soonest is what
+        is most often due now."""
         self._repriced_s = -REPRICE_S
         self._turns: dict[TurnId, SessionId | None] = {}
 
@@ -140,7 +153,7 @@ class NodeState:
         for effect in effects:
             if isinstance(effect, Start):
                 self._learn(effect.turn_id, now)
-        return [effect for effect in effects if not self._is_ours(effect)]
+        return [e for e in effects if not (isinstance(e, Start) and self._is_ours(e))]
 
     def _tell_copied(self, now: float) -> None:
         """Have the store looked at for the tips of sessions all of whose copies were answered
@@ -168,10 +181,10 @@ class NodeState:
             ends = self.idle_spills.turn_ends(session_id) if session_id is not None else frozenset()
             self.checkpoints.restored(report, ends)
 
-    def _is_ours(self, effect: Effect) -> bool:
+    def _is_ours(self, effect: Start) -> bool:
         """Return whether `effect` is the `Start` of a prefetch, which nobody runs, and count how it
         ended."""
-        if not isinstance(effect, Start) or not self.prefetches.landed(effect.turn_id):
+        if not self.prefetches.landed(effect.turn_id):
             return False
         report = self.restores.reports.pop(effect.turn_id)
         self.idle_spills.counts[f"prefetch_{report.outcome}"] += 1
@@ -287,17 +300,14 @@ class NodeState:
             return 0.0 if is_due else self.cache.sessions.next_due()
         if self.on_device.is_due:
             return 0.0
-        instants = (
-            self.room_queue.next_due(),
-            self.restores.next_deadline(),
-            self.pressure_relief.next_due(),
-            self.idle_spills.next_due(),
-            self.prefetches.next_due(),
-            self.cache.sessions.next_due(),
-            self.residency.next_due(),
-        )
-        known = [at for at in instants if at is not None]
-        return min(known) if known else None
+        soonest_s = inf
+        for next_due in self._instants:
+            due_s = next_due()
+            if due_s is not None and due_s < soonest_s:
+                soonest_s = due_s
+                if not due_s:
+                    break
+        return None if soonest_s == inf else soonest_s
 
     @property
     def is_busy(self) -> bool:

@@ -18,7 +18,6 @@ from threading import RLock
 from typing import TypeAlias
 
 import msgspec
-from msgspec.structs import replace
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Layout
@@ -56,6 +55,7 @@ GONE_KEPT = 4096
 PAGE_WORDS = 1000
 
 _Key = tuple[str, str]
+_PLACES = {tier: tier.value for tier in Tier}
 _number = attrgetter("number")
 
 
@@ -130,13 +130,13 @@ class Inventory:
 
     def tokens(self, session_id: SessionId, tier: Tier) -> int:
         """Return how many of the session's first tokens are told to be in `tier`; 0: nothing."""
-        word = self._has.get((session_id, tier.value))
+        word = self._has.get((session_id, _PLACES[tier]))
         return 0 if word is None else word.tokens
 
     def holds(self, sessions: Iterable[SessionId], tier: Tier, tokens: int) -> bool:
         """Tell whether `tier` is told to have so many of the first tokens of one of the
         sessions."""
-        has, place = self._has, tier.value
+        has, place = self._has, _PLACES[tier]
         for session_id in sessions:
             word = has.get((session_id, place))
             if word is not None and word.tokens >= tokens:
@@ -155,26 +155,26 @@ class Inventory:
     ) -> None:
         """Say that `tier` holds `kinds` of [0, tokens) of the session, which is `tenant`'s; 0
         tokens: nothing. A word that says nothing new is not said."""
-        key = session_id, tier.value
+        if tokens <= 0:
+            self.gone(session_id, tier)
+            return
+        key = session_id, _PLACES[tier]
         told = "" if digest is None else digest.hex()
         with self._lock:
-            if tokens > 0:
-                self._say(key, Held(0, *key, tokens, told, kinds, tenant.hex()))
-            else:
-                self.gone(session_id, tier)
+            self._say(key, tokens, told, kinds, tenant.hex())
 
-    def _say(self, key: _Key, word: Held) -> None:
+    def _say(self, key: _Key, tokens: int, digest: str, kinds: int, tenant: str) -> None:
         """Add the word, unless it says what was said; one that only lacks the digest says nothing
         new."""
         known = self._has.get(key)
         if (
             known is not None
-            and word.prefix_hash in ("", known.prefix_hash)
-            and (word.tokens, word.kinds, word.tenant) == (known.tokens, known.kinds, known.tenant)
+            and digest in ("", known.prefix_hash)
+            and (tokens, kinds, tenant) == (known.tokens, known.kinds, known.tenant)
         ):
             return
         self.last += 1
-        self._has[key] = word = replace(word, number=self.last)
+        self._has[key] = word = Held(self.last, *key, tokens, digest, kinds, tenant)
         self._has.move_to_end(key)
         self._gone.pop(key, None)
         self._tell(word)
@@ -188,7 +188,7 @@ class Inventory:
 
     def gone(self, session_id: SessionId, tier: Tier) -> None:
         """Say that nothing of the session is in `tier`; not news when nothing was."""
-        key = session_id, tier.value
+        key = session_id, _PLACES[tier]
         with self._lock:
             if self._has.pop(key, None) is None:
                 return

@@ -229,6 +229,8 @@ def _keep(plans: Plans, key: tuple[Gap, float], after_s: float | None) -> None:
 
 LOOK_AGAIN_S = 1.0
 SMALL_QUEUE = 64
+NOT_DUE = (0.0, -1.0)
+"""What stands for a session that is not to be looked at: no instant is its."""
 ANY_TOKEN = bytes(TOKEN_BYTES)
 """Stands for whatever the next turn adds: a restore leaves at least one token to compute."""
 
@@ -268,7 +270,7 @@ class Prefetches:
         if not self._is_able or session is None:
             return
         count = round(self._model.range_bytes_per_token * session.tokens) + self._model.point_bytes
-        after_s = self._gaps.prefetch_after_s(session_id, self._costs.load(Tier.DISK, count).ms)
+        after_s = self._gaps.prefetch_after_s(session_id, self._costs.load_ms(Tier.DISK, count))
         if after_s is not None:
             self._wait(session_id, now, now + after_s)
 
@@ -286,9 +288,12 @@ class Prefetches:
     def due(self, now: float) -> list[TurnArrived]:
         """Return the restores to begin now, as turns that nobody will run."""
         arrivals = []
-        while (due_s := self.next_due()) is not None and due_s <= now:
-            _, session_id = heappop(self._queue)
-            since_s, _ = self._due.pop(session_id)
+        while self._queue and self._queue[0][0] <= now:
+            due_s, session_id = heappop(self._queue)
+            since_s, at_s = self._due.get(session_id, NOT_DUE)
+            if at_s != due_s:
+                continue
+            del self._due[session_id]
             tokens = self._missing(session_id)
             if tokens is None:  # all there: look again, ever more rarely
                 later_s = now + max(due_s - since_s, LOOK_AGAIN_S)
@@ -311,7 +316,7 @@ class Prefetches:
     def next_due(self) -> float | None:
         """Return the instant at which `due` has something to do; None: nothing is planned."""
         queue, due = self._queue, self._due
-        while queue and due.get(queue[0][1], (0.0, -1.0))[1] != queue[0][0]:
+        while queue and due.get(queue[0][1], NOT_DUE)[1] != queue[0][0]:
             heappop(queue)
         return queue[0][0] if queue else None
 
@@ -323,7 +328,9 @@ class Prefetches:
             return None
         restorable = restorable_tokens(session, self._cache.layout)
         missing = self._chains.known_tokens(session_id) - restorable
+        if missing <= 0:
+            return None
         free = self._cache.occupancy.blocks.free * self._model.block_tokens
-        if missing <= 0 or missing > free or TurnId(f"prefetch/{session_id}") in self._under_way:
+        if missing > free or TurnId(f"prefetch/{session_id}") in self._under_way:
             return None
         return self._chains.tokens(session_id) + ANY_TOKEN

@@ -9,6 +9,7 @@ losing one of them is losing all.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from math import ceil
 
@@ -115,7 +116,7 @@ class RecordValue:
     def load_ms(self, depth: int) -> float:
         """Return the ms that bringing back blocks [0, depth) and one point takes."""
         count = depth * self._range_bytes + self._point_bytes
-        return self._costs.load(KEPT_IN, count).ms
+        return self._costs.load_ms(KEPT_IN, count)
 
     def cost_ms(self, session: SessionValue, piece: Cell, component: str) -> float:
         """Return the ms that a hit costs more without this record of the session; a piece without
@@ -173,8 +174,10 @@ class RecordValue:
     def _with_boundary(self, query: RestoreQuery, position: int) -> RestoreQuery:
         """Return the query with `position` among its points: up to there range state would be
         left."""
-        if not position or any(point.position == position for point in query.points):
+        points = query.points
+        at = bisect_left(points, -position, key=lambda point: -point.position)  # the deepest first
+        if not position or (at < len(points) and points[at].position == position):
             return query
         lacking = ("point",) if self._point_bytes else ()
-        points = sorted((*query.points, Point(position, lacks=lacking)), key=lambda p: -p.position)
-        return msgspec.structs.replace(query, points=tuple(points))
+        left = (*points[:at], Point(position, lacks=lacking), *points[at:])
+        return msgspec.structs.replace(query, points=left)

@@ -285,8 +285,8 @@ class IdleSpills:
         self._operations.end(event.operation_id)
         for id_ in event.held:
             cell = batch.missing.pop(id_, None)
-            if cell is not None:
-                self._stored(batch, cell)
+            if cell is not None and cell.first == cell.end:
+                self._point_stored(batch, cell.end)
         wanted = set(batch.missing.values())
         batch.pieces = deque(piece for piece in batch.pieces if piece in wanted)
         self._copying.append(batch)
@@ -294,7 +294,9 @@ class IdleSpills:
     def _kept(self, operation_id: OperationId) -> None:
         flying = self._landed(operation_id, "kept")
         if flying is not None:
-            self._stored(flying.batch, flying.batch.missing[flying.copy.meta.id])
+            cell = flying.batch.missing[flying.copy.meta.id]
+            if cell.first == cell.end:
+                self._point_stored(flying.batch, cell.end)
             self._copies.kept(flying.copy)
 
     def _landed(self, operation_id: OperationId, outcome: str) -> OpenCopy | None:
@@ -308,14 +310,13 @@ class IdleSpills:
             self.counts[outcome] += 1
         return flying
 
-    def _stored(self, batch: SpillBatch, cell: Cell) -> None:
-        """Note that one record more of the batch is stored. Point state that is stored whole may be
-        evicted early."""
-        if cell.first == cell.end:
-            batch.unstored[cell.end] -= 1
-            if not batch.unstored[cell.end]:
-                size = self._cache.layout.packed_block_bytes
-                self._cache.pressure.backed(batch.tokens[: cell.end * size])
+    def _point_stored(self, batch: SpillBatch, depth: int) -> None:
+        """Note that one component more of the point at `depth` is stored. Point state that is
+        stored whole may be evicted early."""
+        batch.unstored[depth] -= 1
+        if not batch.unstored[depth]:
+            size = self._cache.layout.packed_block_bytes
+            self._cache.pressure.backed(batch.tokens[: depth * size])
 
     def tick(self, now: float) -> list[Effect]:
         """Look up what the store has of the sessions that are due, and return the copies that fit
@@ -363,9 +364,8 @@ class IdleSpills:
             heappop(self._queue)
         due_s = self._queue[0][0] if self._queue else inf
         for waiting in (self._looking, self._in_flight):
-            for first in waiting.values():  # in the order of their deadlines
-                due_s = min(due_s, first.until_s)
-                break
+            if waiting:  # in the order of their deadlines
+                due_s = min(due_s, next(iter(waiting.values())).until_s)
         return None if due_s == inf else due_s
 
     def _give_up(self, now: float) -> list[Effect]:

@@ -68,6 +68,7 @@ from ownerserve.sim.timeline.links import Ways, carry
 from ownerserve.sim.timeline.media import Pipe, in_series
 from ownerserve.store.format.model import MissReason
 
+TICK = Tick()
 TICK_S = 0.01
 """A worker looks at its node between two engine steps: about so often."""
 RECORD_TOKENS = 2048
@@ -209,7 +210,7 @@ class SimNode:
             return
         due_s = self.state.next_due()
         if due_s is not None and due_s <= now:
-            self._perform(self.state.handle(Tick(), now), now)
+            self._perform(self.state.handle(TICK, now), now)
 
     def _arm(self, now: float) -> None:
         armed_s, soonest_s = self._armed_s, self._ticked_s + TICK_S
@@ -248,7 +249,7 @@ class SimNode:
         self._armed_s, self._ticked_s = None, now
         if lost := self._losses.take():
             self._perform(self.state.handle(RecordsLost(lost), now), now)
-        self.handle(Tick(), now)
+        self.handle(TICK, now)
 
     def _perform(self, effects: Iterable[Effect], now: float) -> None:
         copies: list[StoreCopy] = []

@@ -119,7 +119,8 @@ class SimTier:
         may not come."""
         if meta.id in self._coming:
             return self._refuse(RefusalReason.BUSY)
-        self._upkeep(now_s)
+        if now_s - self._tidied_s >= UPKEEP_S:
+            self._upkeep(now_s)
         stored = payload_bytes
         if self.tier is not Tier.HOST:
             _, stored = record_room(meta, payload_bytes, _SEAL)
@@ -217,9 +218,7 @@ class SimTier:
         self._ends.clear()
 
     def _upkeep(self, now_s: float) -> None:
-        """Apply TTLs and compact, once in a while, as a worker's thread does by the clock."""
-        if now_s - self._tidied_s < UPKEEP_S:
-            return
+        """Apply TTLs and compact, as a worker's thread does by the clock."""
         self._tidied_s = now_s
         for kind, records in self._held.items():
             ttl_s = self.limits.of(kind).ttl_s
@@ -257,7 +256,7 @@ class SimTier:
 
     def _count(self, record: Listed, sign: int) -> None:
         key = (record.meta.tenant, record.meta.kind)
-        used = self._standing.get(key, TierUsage())
+        used = self._standing.get(key, _NOTHING)
         size = used.stored_bytes + sign * record.stored_bytes
         self._standing[key] = TierUsage(size, used.records + sign)
 
@@ -302,4 +301,5 @@ def _keys(meta: Meta) -> list[int]:
     return [key for (key,) in _BOUNDARY.iter_unpack(ends)]
 
 
+_NOTHING = TierUsage()
 _SEAL = Blake3Seal(bytes(32))

@@ -82,7 +82,9 @@ class Ledger:
             if not own:
                 return RefusalReason.QUOTA
             victims += own
-        rest = short.kind_bytes - sum(victim.stored_bytes for victim in victims)
+        rest = short.kind_bytes
+        if victims:
+            rest -= sum(victim.stored_bytes for victim in victims)
         if rest > 0:
             gone = frozenset(victim.meta.id for victim in victims)
             others = self._choose(need, rest, None, oldest=oldest, order=order, pinned=gone)
