@@ -79,6 +79,18 @@ class Gap(msgspec.Struct, frozen=True):
         ]
         return beyond, until
 
+    def means_until(self, times_s: list[float]) -> list[float]:
+        """Return `mean_until` of each t, as `seen_from` does."""
+        scale, shift = sqrt(0.5) / self.sigma, self.sigma * sqrt(0.5)
+        half, least = 0.5 * exp(self.mu + self.sigma**2 / 2.0), 1e-3 * MIN_GAP_S
+        mu, log_, erf_ = self.mu, log, erf
+        return [
+            half
+            + half * erf_((x := (log_(t if t > least else least) - mu) * scale) - shift)
+            + t * (0.5 - 0.5 * erf_(x))
+            for t in times_s
+        ]
+
     def rounded(self) -> Gap:
         """Return the gap rounded to a tenth of a logarithm: costs are flat around the best
         instants, and gaps that are nearly alike have one plan.
@@ -206,7 +218,7 @@ def prefetch_after_s(gap: Gap, costs: GapCosts, shares: tuple[float, ...]) -> fl
     """
     load_s = costs.load_ms / 1e3
     instants = [max(0.0, gap.quantile(share) - load_s) for share in shares]
-    _, until = gap.seen_from(instants)
+    until = gap.means_until(instants)
     saved = _fetches_ms(gap, costs, instants, until=until)
     best_ms, best_s = min(zip(saved, instants, strict=True))
     return best_s if best_ms < 0.0 else None
@@ -219,8 +231,8 @@ def _fetches_ms(
     less the load that is no longer waited for.
     """
     hold, load_s, ttl_s = costs.hold_ms_per_s, costs.load_ms / 1e3, costs.ttl_s
-    _, landed = gap.seen_from([t + load_s for t in instants])
-    _, gone = gap.seen_from([t + ttl_s for t in instants])
+    landed = gap.means_until([t + load_s for t in instants])
+    gone = gap.means_until([t + ttl_s for t in instants])
     return [
         hold * (after - now) - 1e3 * (there - now)
         for now, there, after in zip(until, landed, gone, strict=True)
