@@ -83,11 +83,11 @@ class Gap(msgspec.Struct, frozen=True):
         """Return `mean_until` of each t, as `seen_from` does."""
         scale, shift = sqrt(0.5) / self.sigma, self.sigma * sqrt(0.5)
         half, least = 0.5 * exp(self.mu + self.sigma**2 / 2.0), 1e-3 * MIN_GAP_S
-        mu, log_, erf_ = self.mu, log, erf
+        mu = self.mu
         return [
             half
-            + half * erf_((x := (log_(t if t > least else least) - mu) * scale) - shift)
-            + t * (0.5 - 0.5 * erf_(x))
+            + half * erf((x := (log(t if t > least else least) - mu) * scale) - shift)
+            + t * (0.5 - 0.5 * erf(x))
             for t in times_s
         ]
 
