@@ -363,9 +363,11 @@ class IdleSpills:
         while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:
             heappop(self._queue)
         due_s = self._queue[0][0] if self._queue else inf
-        for waiting in (self._looking, self._in_flight):
-            if waiting:  # in the order of their deadlines
-                due_s = min(due_s, next(iter(waiting.values())).until_s)
+        # Both tables are in the order of their deadlines.
+        if self._looking:
+            due_s = min(due_s, next(iter(self._looking.values())).until_s)
+        if self._in_flight:
+            due_s = min(due_s, next(iter(self._in_flight.values())).until_s)
         return None if due_s == inf else due_s
 
     def _give_up(self, now: float) -> list[Effect]:
