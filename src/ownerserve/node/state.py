@@ -125,17 +125,6 @@ class NodeState:
         can_replay = planner.abilities.can_replay and planner.model.exact_replay_tokens is not None
         self.residency = Residency(names, self.inventory, self.operations, can_replay=can_replay)
         self.residency.told = cache.residents.stored
-        self._instants = (
-            self.idle_spills.next_due,
-            self.pressure_relief.next_due,
-            self.residency.next_due,
-            self.prefetches.next_due,
-            self.restores.next_deadline,
-            cache.sessions.next_due,
-            self.room_queue.next_due,
-        )
-        """Each says when a `Tick` has something to do for its owner; what is asked soonest is what
-        is most often due now."""
         self._repriced_s = -REPRICE_S
         self._turns: dict[TurnId, SessionId | None] = {}
 
@@ -301,7 +290,15 @@ class NodeState:
         if self.on_device.is_due:
             return 0.0
         soonest_s = inf
-        for next_due in self._instants:
+        for next_due in (  # what is most often due now is asked first
+            self.idle_spills.next_due,
+            self.pressure_relief.next_due,
+            self.residency.next_due,
+            self.prefetches.next_due,
+            self.restores.next_deadline,
+            self.cache.sessions.next_due,
+            self.room_queue.next_due,
+        ):
             due_s = next_due()
             if due_s is not None and due_s < soonest_s:
                 soonest_s = due_s

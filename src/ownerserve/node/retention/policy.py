@@ -270,7 +270,7 @@ class Prefetches:
         if not self._is_able or session is None:
             return
         count = round(self._model.range_bytes_per_token * session.tokens) + self._model.point_bytes
-        after_s = self._gaps.prefetch_after_s(session_id, self._costs.load_ms(Tier.DISK, count))
+        after_s = self._gaps.prefetch_after_s(session_id, self._costs.load(Tier.DISK, count).ms)
         if after_s is not None:
             self._wait(session_id, now, now + after_s)
 

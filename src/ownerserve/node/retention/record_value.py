@@ -116,7 +116,7 @@ class RecordValue:
     def load_ms(self, depth: int) -> float:
         """Return the ms that bringing back blocks [0, depth) and one point takes."""
         count = depth * self._range_bytes + self._point_bytes
-        return self._costs.load_ms(KEPT_IN, count)
+        return self._costs.load(KEPT_IN, count).ms
 
     def cost_ms(self, session: SessionValue, piece: Cell, component: str) -> float:
         """Return the ms that a hit costs more without this record of the session; a piece without

@@ -316,11 +316,7 @@ class CostModel:
 
     def load(self, tier: Tier, count: int) -> Estimate:
         """Estimate what loading `count` bytes from `tier` takes once it has begun."""
-        return self._tier(tier).error.estimate(self.load_ms(tier, count))
-
-    def load_ms(self, tier: Tier, count: int) -> float:
-        """Return the ms of `load` alone, without what the estimate rests on."""
-        return self._table(tier).ms(count)
+        return self._tier(tier).error.estimate(self._table(tier).ms(count))
 
     def prefill(self, new: int, prefix: int) -> Estimate:
         """Estimate what computing `new` tokens after `prefix` others takes."""
