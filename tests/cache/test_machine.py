@@ -26,7 +26,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from(Play.OPERATIONS))
     def step(self, data: st.DataObject, name: str) -> None:
         self.play.pick = drawn(data)
-        getattr(self.play, name)()
+        self.play.do(name)
 
     def teardown(self) -> None:
         if hasattr(self, "play"):

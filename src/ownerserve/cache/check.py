@@ -29,6 +29,7 @@ def check(parts: Parts) -> None:
     check_conservation(parts, nodes)
     check_turns(parts)
     check_locks(parts, nodes)
+    check_lends(parts, nodes)
     check_structure(parts, nodes)
     check_running(parts)
     check_sessions(parts, nodes)
@@ -44,7 +45,7 @@ def check_conservation(parts: Parts, nodes: list[Node]) -> None:
     depths = sum(sum(range(node.start, node.end)) for node in nodes)
     require(depths == parts.tree.depths, 1, "the sum of the blocks' depths is off")
     blocks += [slot for run in runs for slot in run.row[run.sealed :]]
-    blocks += parts.ingest.block_slots()
+    blocks += parts.ingest.block_slots() + parts.lends.withheld()
     _check_pool(pools.blocks, blocks)
     for index, pool in enumerate(pools.points):
         slots = [
@@ -80,7 +81,8 @@ def check_locks(parts: Parts, nodes: list[Node]) -> None:
     """
     receipts = [run.lock for run in parts.running.values()]
     receipts += [session.pin for session in parts.sessions if session.pin is not None]
-    receipts += parts.ingest.locks() + parts.pressure.locks()
+    receipts += parts.ingest.locks()
+    receipts += [lock for ticket in parts.lends.tickets() for lock in ticket.locks]
     expected: dict[int, Counter[int]] = {id(node): Counter() for node in nodes}
     for receipt in receipts:
         require(not receipt.is_spent, 5, "a spent receipt is still held")
@@ -97,6 +99,27 @@ def check_locks(parts: Parts, nodes: list[Node]) -> None:
         require(node.pinned <= node.end, 7, "a running turn's path was trimmed")
         protected += node.pinned - node.start
     require(protected == parts.tree.protected, 5, "the count of protected blocks is off")
+
+
+def check_lends(parts: Parts, nodes: list[Node]) -> None:
+    """Check invariants 1, 5: what a ticket withholds waits for it, what it holds is in the tree,
+    and one that follows a turn keeps the path that the turn has sealed.
+    """
+    tickets = list(parts.lends.tickets())
+    waiting = {slot for ticket in tickets for slot in ticket.withheld}
+    require(waiting == set(parts.lends.withheld()), 1, "a block waits for a ticket that is over")
+    held = Counter(id(stop) for ticket in tickets for stop in ticket.points)
+    for node in nodes:
+        for stop in node.stops:
+            require(stop.holds == held.pop(id(stop), 0), 5, f"{stop.holds} holds at {stop.depth}")
+            require(not stop.holds or stop.is_complete, 5, "point state that is held went")
+    require(not held, 5, "a ticket holds point state that is not in the tree")
+    for ticket in tickets:
+        if ticket.turn_id is not None:
+            run = parts.running.get(ticket.turn_id)
+            require(run is not None, 5, "a ticket follows a turn that has ended")
+            at = ticket.locks[0]
+            require(run is None or at.depth == run.sealed, 5, "a ticket lags behind its turn")
 
 
 def check_structure(parts: Parts, nodes: list[Node]) -> None:

@@ -8,6 +8,7 @@ Those parts are its own: others ask its calls, or one of its public sides:
     residents   what of a token sequence is here, and in which slots
     occupancy   how full the pools are
     ingest      state from outside
+    lends       who may read what is here, and until when
     pressure    room that is made before it is short
     turnover    what would go next, and how long it was idle
     border      what of the memory is for range blocks, and what for point state
@@ -37,6 +38,7 @@ from ownerserve.cache.effects import (
 )
 from ownerserve.cache.ingest import Ingest
 from ownerserve.cache.layout import Layout, Table, TailBook
+from ownerserve.cache.lends import Lends
 from ownerserve.cache.occupancy import Occupancy
 from ownerserve.cache.outcomes import (
     Append,
@@ -106,7 +108,10 @@ class HeteroCache:
         self.sessions = Sessions(self._tree, layout, policy=self.policy)
         self.residents = ResidentState(self._tree, self.sessions, names=layout.point_names)
         self.ingest = Ingest(self._tree, self._pools, self.counters)
-        self.pressure = Pressure(self._pools, self._evictor, self._running, counters=self.counters)
+        self.lends = Lends(self._tree, self._pools, self._running)
+        self.pressure = Pressure(
+            self._pools, self._evictor, self._running, lends=self.lends, counters=self.counters
+        )
         self.turnover = Turnover(self._pools, self._evictor, self.pressure)
         self.border = Border(
             self._pools,
@@ -114,7 +119,7 @@ class HeteroCache:
             running=self._running,
             sessions=self.sessions,
             ingest=self.ingest,
-            counters=self.counters,
+            lends=self.lends,
         )
         self._order = 0
         self._block = layout.block_tokens
@@ -151,7 +156,7 @@ class HeteroCache:
             raise InvalidInput(
                 "tokens", f"{len(turn.tokens)} bytes", "pass at least one token of 4 bytes"
             )
-        self.sessions.expire(now)
+        self._expire(now)
         refusal = self._refusal(turn.turn_id, known)
         if refusal is not None:
             return refusal
@@ -174,7 +179,7 @@ class HeteroCache:
 
         Refused when the session's tokens are not all at hand: send the whole prompt to `begin`.
         """
-        self.sessions.expire(now)
+        self._expire(now)
         session = self.sessions.get(turn.session_id)
         if session is None or not session.version:
             return self._refuse(CacheRefusal.UNKNOWN_SESSION)
@@ -206,6 +211,11 @@ class HeteroCache:
         whole = Turn(turn.turn_id, turn.session_id, fresh, turn.priority, turn.ttl_s)
         prompt_at = first * self._block
         return self._open(whole, session, prompt_at=prompt_at, node=node, place=place, now=now)
+
+    def _expire(self, now: float) -> None:
+        """End the soft references and the tickets whose time is over."""
+        self.sessions.expire(now)
+        self.lends.expire(now)
 
     def _refusal(self, turn_id: TurnId, known: int) -> CacheRefused | None:
         if turn_id in self._running:
@@ -298,16 +308,26 @@ class HeteroCache:
         run = self._running.get(turn_id) or self._run(turn_id)
         missing = -(-upto // self._block) - len(run.row)
         if missing > 0:
-            effects: tuple[Effect, ...] = ()
             taken = self._pools.take_blocks(missing)
             if isinstance(taken, NoRoom):
-                effects = self.border.give_way(taken.missing)
-                taken = self._pools.take_blocks(missing) if effects else taken
-            if isinstance(taken, NoRoom):
-                return taken
+                return self._reserve_scarce(run, taken, now, missing=missing)
             run.row += taken
-            return effects
         return ()
+
+    def _reserve_scarce(
+        self, run: Running, short: NoRoom, now: float, *, missing: int
+    ) -> tuple[Effect, ...] | NoRoom:
+        """Take blocks that evicting does not free: point slots give way, then lends do."""
+        effects: tuple[Effect, ...] = ()
+        taken: list[int] | NoRoom = short
+        while isinstance(taken, NoRoom):
+            moved = self.border.give_way(taken.missing)
+            if not moved and not self.lends.revoke_for(taken.missing, now):
+                return taken
+            effects += moved
+            taken = self._pools.take_blocks(missing)
+        run.row += taken
+        return effects
 
     def advance(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
         """Note that `tokens` are computed, their state in the slots, and seal each block now full.
@@ -354,10 +374,11 @@ class HeteroCache:
         node, depth, spares = tree.extend(run.lock.node, run.sealed, keys, blocks)
         if spares:
             run.row[run.sealed : depth] = blocks
-            self._pools.blocks.give(spares)
+            self.lends.give_back(run.turn_id, spares)
             self.counters.duplicate_blocks += len(spares)
         tree.relock(run.lock, node, depth)
         run.sealed = depth
+        self.lends.sealed(run)
 
     def snapshot(self, turn_id: TurnId, now: float) -> tuple[Effect, ...]:
         """Keep the point state of the present position, which must be a boundary.
@@ -385,16 +406,19 @@ class HeteroCache:
             self._supersede(former)
         is_decode = run.position > run.prompt_end
         run.decode_stop = None
-        if stop.is_complete:
-            return ()
-        if stop.slots is None:
-            self.policy.touched(stop)
-        taken = self._pools.fill_point(stop)
-        if isinstance(taken, NoRoom):
-            self._tree.prune(stop)
-            return ()
-        run.decode_stop = stop if is_decode else None
-        return (SavePoint(run.table.state, taken),)
+        effects: tuple[Effect, ...] = ()
+        if not stop.is_complete:
+            if stop.slots is None:
+                self.policy.touched(stop)
+            taken = self._pools.fill_point(stop)
+            if isinstance(taken, NoRoom):
+                self._tree.prune(stop)
+                return ()
+            run.decode_stop = stop if is_decode else None
+            effects = (SavePoint(run.table.state, taken),)
+        if not is_decode:
+            self.lends.kept(turn_id, stop)
+        return effects
 
     def _supersede(self, stop: ResumeDepth) -> None:
         """Free a decode snapshot that its own turn has passed, unless somebody uses it."""
@@ -415,8 +439,10 @@ class HeteroCache:
             return refusal
         unfinished = bool(run.tail)
         taken = self._pools.take_blocks(int(unfinished))
-        if isinstance(taken, NoRoom):
-            return taken
+        while isinstance(taken, NoRoom):
+            if not self.lends.revoke_for(taken.missing, now):
+                return taken
+            taken = self._pools.take_blocks(int(unfinished))
         [state] = self._pools.states.take(1)
         self._order += 1
         row = run.row[: run.sealed] + taken
@@ -450,7 +476,7 @@ class HeteroCache:
         """Take over a session that was counted elsewhere: what its owners left is its frontier from
         now on, as far as it is resident. Refused while a turn of it runs: that one will count.
         """
-        self.sessions.expire(now)
+        self._expire(now)
         return self.sessions.install(install, self._order, now)
 
     # -- ending --------------------------------------------------------------------------------
@@ -507,9 +533,10 @@ class HeteroCache:
             run.session.running -= 1
         row, sealed = run.row, run.sealed
         if sealed < len(row):
-            self._pools.blocks.give(row[sealed:])
+            self.lends.give_back(run.turn_id, row[sealed:])
             del row[sealed:]
         self._pools.states.give_one(run.table.state)
+        self.lends.left(run)
         if not depth:
             return None
         stop = self._tree.stop_at(prefix_tree.locate(run.lock.node, depth), depth, now)
@@ -542,6 +569,7 @@ class HeteroCache:
             sessions=self.sessions,
             residents=self.residents,
             ingest=self.ingest,
+            lends=self.lends,
             pressure=self.pressure,
         )
 

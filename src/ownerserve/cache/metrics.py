@@ -17,8 +17,9 @@ class PoolLevel(msgspec.Struct, frozen=True):
 
     reserved   for an arrival from outside that is not committed yet
     private    a running turn's own: reserved or written, not sealed
-    held       of an arrival that was given up, until its writer is proven quiet
-    protected  in the tree, under a lock or an open spill
+    held       of an arrival that was given up, until its writer is proven quiet; of a turn that
+               gave it back, until who reads it is done
+    protected  in the tree, under a lock or a lend
     evictable  in the tree, free to go
     """
 
@@ -106,7 +107,7 @@ def _levels(parts: Parts, protected_points: list[int]) -> dict[str, PoolLevel]:
         free=pools.blocks.free,
         reserved=reserved,
         private=sum(len(run.row) - run.sealed for run in parts.running.values()),
-        held=held,
+        held=held + len(parts.lends.withheld()),
         protected=tree.protected,
         evictable=pools.evictable_blocks(),
     )

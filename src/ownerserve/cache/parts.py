@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ownerserve.cache.counters import Counters
 from ownerserve.cache.ingest import Ingest
 from ownerserve.cache.layout import Layout
+from ownerserve.cache.lends import Lends
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.pressure import Pressure
@@ -30,4 +31,5 @@ class Parts(NamedTuple):
     sessions: Sessions
     residents: ResidentState
     ingest: Ingest
+    lends: Lends
     pressure: Pressure

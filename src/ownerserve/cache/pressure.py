@@ -1,8 +1,9 @@
 """The policy engine says what to do before memory is short, in one aggregated directive a run.
 
 Decides with watermarks whether to evict, spill, checkpoint or drop; the pools evict by themselves
-when a turn needs slots at once. Owns the open spills, whose point state is held until the copy is
-done: a slot that is re-used while it is being copied out would be stored as wrong bytes.
+when a turn needs slots at once. Owns the open spills, whose point state is lent until it is copied:
+a slot that is re-used while it is being copied out would be stored as wrong bytes. A turn that
+needs the room takes it from a spill too, whose ticket is over then: `reads` says so.
 
     free slots below `low`  ->  drop   superseded point state: no session stands there
                                 spill  idle sessions' point state, when there is a tier for it
@@ -21,15 +22,18 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from ownerserve.cache.counters import Counters, LossCause
+from ownerserve.cache.lends import Lends
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPool, SlotPools
 from ownerserve.cache.sessions import Running
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.prefix_tree import Receipt, ResumeDepth
+from ownerserve.cache.tree.prefix_tree import ResumeDepth
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import Packed
 
+READ_S = 30.0
+"""A spill of which nothing was read for so long is lent no more."""
 LOOK = 256
 """Entries of point state, of each component, that one run looks at: those that would go next."""
 
@@ -90,15 +94,6 @@ class Checkpoint(msgspec.Struct, frozen=True, tag=True):
 Directive = Spill | EvictedState | Checkpoint
 
 
-class PinnedSpill(msgspec.Struct):
-    """A pinned spill waits for a report. `held` is empty once its bytes are copied off the
-    device.
-    """
-
-    prefixes: tuple[Packed, ...]
-    held: list[tuple[ResumeDepth, Receipt]]
-
-
 class Pressure:
     """The policy engine watches the pools of one cache."""
 
@@ -108,6 +103,7 @@ class Pressure:
         evictor: Evictor,
         running: Mapping[TurnId, Running],
         *,
+        lends: Lends,
         counters: Counters,
     ) -> None:
         self._watermarks = Watermarks()
@@ -117,9 +113,9 @@ class Pressure:
         self._block_tokens = pools.layout.block_tokens
         self._running = running
         self._counters = counters
-        self.open_spills: dict[int, PinnedSpill] = {}
-        """Spills that wait for a report, by ticket."""
-        self._tickets = 0
+        self._lends = lends
+        self.open_spills: dict[int, tuple[Packed, ...]] = {}
+        """The prefixes of spills that wait for a report, by ticket."""
         # The levels at which the last run found nothing to free: until they change none will.
         self._stuck: tuple[int, ...] = ()
         self._spill_again = True
@@ -161,6 +157,7 @@ class Pressure:
 
     def relieve(self, now: float) -> tuple[Directive, ...]:
         """Act once: give at most one directive of each kind."""
+        self._lends.expire(now)
         if not self.is_due:
             return ()
         directives: list[Directive] = []
@@ -215,7 +212,7 @@ class Pressure:
     @property
     def _coming(self) -> int:
         """Count the slots of each point pool that open spills will make easy to free."""
-        return sum(len(spill.prefixes) for spill in self.open_spills.values())
+        return sum(map(len, self.open_spills.values()))
 
     def _drop_superseded(self, near: Iterable[ResumeDepth]) -> int:
         """Drop point state that can restore nothing, or that no session stands at while a later
@@ -248,7 +245,7 @@ class Pressure:
     # -- spills --------------------------------------------------------------------------------
 
     def _spill(self, near: Iterable[ResumeDepth], wanted: int, now: float) -> Spill | None:
-        marks, tree = self.watermarks, self._evictor.tree
+        marks = self.watermarks
         idle = [
             stop
             for stop in near
@@ -258,15 +255,11 @@ class Pressure:
         chosen = idle[: max(0, wanted)]
         if not chosen:
             return None
-        points, held = [], []
-        for stop in chosen:
-            stop.holds += 1
-            held.append((stop, tree.lock(stop.node, stop.depth)))
-            points.append(self._describe(stop))
-        self._tickets += 1
+        points = tuple(map(self._describe, chosen))
         prefixes = tuple(point.prefix for point in points)
-        self.open_spills[self._tickets] = PinnedSpill(prefixes, held)
-        return Spill(self._tickets, marks.tier, tuple(points))
+        ticket = self._lends.lend(prefixes, now, idle_s=READ_S)
+        self.open_spills[ticket] = prefixes
+        return Spill(ticket, marks.tier, points)
 
     def _describe(self, stop: ResumeDepth) -> SpilledPoint:
         size = self._evictor.tree.block_bytes
@@ -274,11 +267,17 @@ class Pressure:
         slots = stop.point_slots(self._pools.layout.point_names)
         return SpilledPoint(prefix, slots, tuple(SessionId(name) for name in stop.anchors or ()))
 
+    def reads(self, ticket: int, now: float) -> bool:
+        """Tell whether the slots of an open spill may be read now: its ticket stands, and READ_S
+        longer. False: they may be somebody else's."""
+        return self._lends.read(ticket, now)
+
     def copied(self, ticket: int) -> None:
         """Note that the bytes are off the device: nothing is locked for them any more, whenever the
         medium answers. Saying so twice is harmless.
         """
-        self._let_go(self._spill_of(ticket))
+        self._require_open(ticket)
+        self._lends.end(ticket)
 
     def spilled(self, ticket: int) -> None:
         """Note that the copies are safe: this state is cheap to bring back now, and may go
@@ -315,25 +314,11 @@ class Pressure:
             stop.backed = (*stop.backed, self.watermarks.tier)
         self._evictor.offer(stop)
 
-    def _spill_of(self, ticket: int) -> PinnedSpill:
-        spill = self.open_spills.get(ticket)
-        if spill is None:
+    def _require_open(self, ticket: int) -> None:
+        if ticket not in self.open_spills:
             raise InvalidInput("ticket", f"{ticket} is no open spill", "report each one once")
-        return spill
 
     def _close(self, ticket: int) -> tuple[Packed, ...]:
-        spill = self._spill_of(ticket)
-        del self.open_spills[ticket]
-        self._let_go(spill)
-        return spill.prefixes
-
-    def _let_go(self, spill: PinnedSpill) -> None:
-        for stop, lock in spill.held:
-            stop.holds -= 1
-            self._evictor.tree.cool(stop)
-            self._evictor.tree.unlock(lock)
-        spill.held = []
-
-    def locks(self) -> list[Receipt]:
-        """List the locks of open spills."""
-        return [lock for spill in self.open_spills.values() for _, lock in spill.held]
+        self._require_open(ticket)
+        self._lends.end(ticket)
+        return self.open_spills.pop(ticket)

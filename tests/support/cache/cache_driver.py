@@ -82,6 +82,7 @@ class Live:
         self.write_floor = write_floor
         self.position = 0
         self.session: SessionId | None = None
+        self.kept: set[int] = set()  # positions of its prompt whose point state it left here
 
 
 class Driver:
@@ -343,6 +344,9 @@ class Driver:
             return  # in a replay the windows are not right yet
         if self.memory["state", self.cache.table(TurnId(name)).state] != GARBAGE:
             self.perform(self.cache.snapshot(TurnId(name), self.now))
+            point = self.cache.residents.prefix(live.tokens[: live.position * 4])
+            if live.position <= live.prompt_end and point.point_slots(live.position // B):
+                live.kept.add(live.position)
 
     def fork(self, name: str, child: str) -> bool:
         forked = self.cache.fork(TurnId(name), TurnId(child), self.now)

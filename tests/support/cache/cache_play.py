@@ -15,6 +15,7 @@ from ownerserve.cache.policies import EVICTION_POLICIES
 from ownerserve.cache.pressure import Spill, Watermarks
 from ownerserve.kv.ids import SessionId, TurnId
 from tests.support.cache.cache_driver import DENSE, HYBRID, B, Driver, blocks_of
+from tests.support.cache.readers import Readers
 
 Pick = Callable[[int], int]
 SESSIONS = ("a", "b", "c", "d")
@@ -34,6 +35,7 @@ class Play:
             policy=EVICTION_POLICIES[names[pick(len(names))]](),
             least_points=(None, 1, 2)[pick(3)],
         )
+        self.readers = Readers(self.driver)
         self.turns = 0
         self.spills: list[Spill] = []
         self.said: list[bytes] = [b""]
@@ -64,12 +66,21 @@ class Play:
         "relieve": 1,
         "end_spill": 1,
         "divide": 3,
+        "lend": 2,
+        "lend_turn": 3,
+        "read": 1,
+        "end_lend": 1,
     }
     OPERATIONS: ClassVar[list[str]] = [name for name, n in WEIGHTS.items() for _ in range(n)]
 
     def step(self) -> None:
         """One operation."""
-        getattr(self, self.OPERATIONS[self.pick(len(self.OPERATIONS))])()
+        self.do(self.OPERATIONS[self.pick(len(self.OPERATIONS))])
+
+    def do(self, name: str) -> None:
+        """The operation of this name, after which every reader looks at what it was lent."""
+        getattr(self, name)()
+        self.readers.look()
 
     def wind_up(self) -> None:
         """End everything: then all that is left is evictable, and evicting it empties the pools."""
@@ -81,6 +92,12 @@ class Play:
             self.cache.ingest.quiet(ticket)
         while self.spills:
             self.end_spill()
+        self.readers.look()
+        while self.readers.lent and self.pick(4):
+            self.end_lend()
+        self.driver.now += 1e6
+        self.cache.lends.expire(self.driver.now)
+        assert not len(self.cache.lends)
         self.driver.check()
         self.driver.evict(10**6)
         rooms = self.cache.occupancy
@@ -273,9 +290,33 @@ class Play:
         if not self.spills:
             return
         spill = self.spills.pop(0)
-        for point in spill.points:
+        for point in (
+            spill.points if self.cache.pressure.reads(spill.ticket, self.driver.now) else ()
+        ):
             for name, slot in point.slots.items():
                 assert self.driver.memory[name, slot] == point.prefix, "spilled wrong bytes"
         ends = (self.cache.pressure.spilled, self.cache.pressure.spill_failed)
         ends[self.pick(2)](spill.ticket)
         self.driver.check()
+
+    # -- readers -------------------------------------------------------------------------------
+
+    def lend(self) -> None:
+        self.readers.lend(self._prompt(), idle_s=(0.5, 20.0, 1e4)[self.pick(3)])
+
+    def lend_turn(self) -> None:
+        name = self._running()
+        if name is not None:
+            self.readers.lend_turn(name, idle_s=(0.5, 20.0, 1e4)[self.pick(3)])
+
+    def read(self) -> None:
+        if self.readers.lent:
+            self.readers.read(self._lent())
+
+    def end_lend(self) -> None:
+        if self.readers.lent:
+            self.readers.end(self._lent())
+
+    def _lent(self) -> int:
+        tickets = sorted(self.readers.lent)
+        return tickets[self.pick(len(tickets))]

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ownerserve.cache.counters import Counters
 from ownerserve.cache.effects import MoveBorder
 from ownerserve.cache.ingest import Ingest
+from ownerserve.cache.lends import Lends
 from ownerserve.cache.pools.evictor import Evictor
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.sessions import Running, Sessions
@@ -48,10 +48,11 @@ class Border:
         running: Mapping[TurnId, Running],
         sessions: Sessions,
         ingest: Ingest,
-        counters: Counters,
+        lends: Lends,
     ) -> None:
-        self._pools, self._evictor, self._counters = pools, evictor, counters
-        self._running, self._sessions, self._ingest = running, sessions, ingest
+        self._pools, self._evictor, self._counters = pools, evictor, pools.counters
+        self._running, self._sessions = running, sessions
+        self._ingest, self._lends = ingest, lends
         self._block_bytes = evictor.block_bytes
         self._point_bytes = sum(evictor.point_bytes)
         self._arena = pools.arena
@@ -136,6 +137,8 @@ class Border:
         """Evict until `limit` blocks hold all that stays; false when it can't, and nothing went."""
         pools = self._pools
         if any(slot >= limit for slot in self._ingest.block_slots()):
+            return False
+        if self._lends.covers_beyond(limit):
             return False
         missing = pools.blocks.used - limit
         if missing > 0:

@@ -348,7 +348,7 @@ class Evictor:
                 heappop(heap)
                 continue
             if stop.slots[index] is None or stop.holds:
-                queued[index] = None  # what is held is offered again when its spill is over
+                queued[index] = None  # what is held is offered again when its lend is over
                 heappop(heap)
                 continue
             present = self._point_key(stop)

@@ -190,7 +190,7 @@ class SlotPools:
         self.states = SlotPool(STATE_POOL, state_slots)
         self._evictor = evictor
         self._tree = evictor.tree
-        self._counters = counters
+        self.counters = counters
         self._block_tokens = layout.block_tokens
         self._block_bytes = evictor.block_bytes
         self.arena = self._arena(least_points)
@@ -233,7 +233,7 @@ class SlotPools:
         if missing > 0:
             short = missing - self.evictable_blocks()
             if short > 0:
-                self._counters.no_room += 1
+                self.counters.no_room += 1
                 return NoRoom(self.blocks.name, short)
             self.evict_blocks(missing)
         return self.blocks.take(count)
@@ -243,7 +243,7 @@ class SlotPools:
         freed = self._evictor.evict_blocks(count)
         self.blocks.give(freed.blocks)
         tokens = count * self._block_tokens
-        counters = self._counters
+        counters = self.counters
         counters.evictions += 1
         counters.evicted_tokens += tokens
         counters.wanted_tokens += tokens
@@ -277,7 +277,7 @@ class SlotPools:
                 continue
             freed = self._evictor.evict_point(index)
             if freed is None:
-                self._counters.points_lost[LossCause.NO_ROOM] += 1
+                self.counters.points_lost[LossCause.NO_ROOM] += 1
                 return NoRoom(pools[index].name, 1)
             self._give_points(freed, LossCause.POINT_EVICTED)
         return {pools[index].name: pools[index].take(1)[0] for index in wanted}
@@ -321,7 +321,7 @@ class SlotPools:
                 self._give_points(self._evictor.drop_component(stop, index), reason)
 
     def _give_points(self, freed: Freed, reason: LossCause) -> None:
-        evicted = self._counters.evicted_points
+        evicted = self.counters.evicted_points
         for slots in freed.points:
             for pool, slot in zip(self.points, slots, strict=True):
                 if slot is not None:
@@ -329,4 +329,4 @@ class SlotPools:
                     if reason is not LossCause.SUPERSEDED:
                         evicted[pool.name] = evicted.get(pool.name, 0) + 1
         if freed.points_lost:
-            self._counters.points_lost[reason] += freed.points_lost
+            self.counters.points_lost[reason] += freed.points_lost

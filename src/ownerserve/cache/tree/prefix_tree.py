@@ -94,8 +94,9 @@ class ResumeDepth(msgspec.Struct, eq=False):
 
     `refs` counts the sessions whose soft reference is alive; `anchors` holds all whose frontier is
     here. `slots` is None, or has an entry a point component: None for one that is not resident.
-    `queued` is the key under which the evictor has each of them waiting. `holds` counts open
-    spills, `trimmed` the blocks lost behind it. `is_let_go`: nobody will come back for it here.
+    `queued` is the key under which the evictor has each of them waiting. `holds` counts the
+    tickets that keep them, `trimmed` the blocks lost behind it. `is_let_go`: nobody will come back
+    for it here.
     """
 
     node: Node

@@ -489,7 +489,8 @@ class PressureRelief:
         watermark crossed ── press: the longest idle sessions are copied to the store at once
                           ── relieve: the cache evicts, and names point state to copy (Spill)
         Spill ── Copy, some bytes a tick ── all Kept ── spilled: cheap to bring back, goes next
-                                         `─ a NotKept ── spill_failed: the next run evicts without
+                                         `─ a NotKept, or a turn took the room ── spill_failed:
+                                            the next run evicts without
 
     The bytes are off the device when a tick's copies are performed: the locks go with the next tick
     and wait for no medium. A spill that is not answered by its deadline has failed; what comes
@@ -553,8 +554,10 @@ class PressureRelief:
         ):
             number = self._queue[0]
             ticket = self._tickets[number]
-            copy = next(ticket.copies, None)
+            stands = self._cache.pressure.reads(number, now)  # read before anything else happens
+            copy = next(ticket.copies, None) if stands else None
             if copy is None:
+                ticket.is_bad |= not stands
                 self._queue.popleft()
                 ticket.is_asked = True
                 self._copied.append(number)
@@ -647,8 +650,8 @@ class PressureRelief:
             self._cache.pressure.spilled(number)
 
     def _copies_of(self, spill: Spill) -> Iterator[StoreCopy]:
-        """Yield the spill's copies, lazily: the slots are held, so each can be read as late as
-        there is budget for it."""
+        """Yield the spill's copies, lazily: the slots are lent, so each can be read as late as
+        there is budget for it, while the ticket stands."""
         for point in spill.points:
             digests = self._chains.peek(point.prefix, point.sessions)
             depth = len(digests)

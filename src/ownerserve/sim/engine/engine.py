@@ -350,9 +350,8 @@ class SimEngine:
         return tokens
 
     def _room_is_all(self) -> bool:
-        """Return whether no room now is no room ever: nothing arrives, and nothing is being copied
-        out."""
-        return not sum(self.cache.ingest.counts()) and not self.cache.pressure.locks()
+        """Return whether no room now is no room ever: nothing arrives, and nothing is lent."""
+        return not sum(self.cache.ingest.counts()) and not len(self.cache.lends)
 
     def _give_up(self, sequence: SimSequence) -> None:
         """Take out a sequence that can never run here; the next one may be tried."""

@@ -1,0 +1,221 @@
+"""Lends say who may read blocks and point state, and until when. They own the tickets, and the
+blocks that wait for one before they return to their pool.
+
+    lend, lend_turn ──> STANDS ── end ────────────────> over: a reader is done
+                        │  ^   `─ expire ─────────────> over: nobody read for `idle_s`
+                        read      revoke_for (no room) > over: a turn needed what it kept
+
+A ticket is a lock on a sealed path and a hold on point state there. One on a running turn follows
+it as it seals, and covers its private blocks too, for who reads them layer by layer: those that the
+turn gives back (aborted, preempted, finished, spares of a duplicate seal) wait for the ticket.
+A fork adds a lock of its own, and no ticket follows it.
+
+A reader asks `read` after each read: what was read counts only if the ticket stood. A lend never
+keeps room from a turn (invariant 7): a turn that finds none revokes tickets, the oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from math import inf
+
+import msgspec
+
+from ownerserve.cache.pools.slot_pools import SlotPools
+from ownerserve.cache.sessions import Running
+from ownerserve.cache.tree import prefix_tree
+from ownerserve.cache.tree.prefix_tree import Node, PrefixTree, Receipt, ResumeDepth
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import Packed
+
+
+class Ticket(msgspec.Struct, eq=False):
+    """A ticket stands until `until_s`, which each read puts off to `idle_s` after it.
+
+    `locks` keep paths and `points` their point state; `turn_id` is the running turn that it
+    follows, if any, whose path is the first of the locks. `withheld` are blocks which that turn
+    gave back.
+    """
+
+    number: int
+    idle_s: float
+    until_s: float
+    locks: list[Receipt]
+    points: list[ResumeDepth]
+    turn_id: TurnId | None = None
+    withheld: list[int] = []
+
+
+class Lends:
+    """Lends are the tickets of one cache, in the order they were given."""
+
+    def __init__(
+        self, tree: PrefixTree, pools: SlotPools, running: Mapping[TurnId, Running]
+    ) -> None:
+        self._tree = tree
+        self._pools = pools
+        self._running = running
+        self._standing: dict[int, Ticket] = {}
+        self._following: dict[TurnId, list[Ticket]] = {}
+        self._withheld: Counter[int] = Counter()  # how many tickets each block waits for
+        self._numbers = 0
+        self._next_end_s = inf  # no ticket ends before
+
+    def __len__(self) -> int:
+        return len(self._standing)
+
+    # -- a reader's calls ----------------------------------------------------------------------
+
+    def lend(self, prefixes: Iterable[Packed], now: float, *, idle_s: float) -> int:
+        """Lend what of each prefix is resident, in whole blocks, and the point state to go on from
+        at its end or before. Returns the ticket's number; it stands `idle_s` without a read."""
+        size = self._tree.block_bytes
+        ends = [self._tree.walk(prefix, len(prefix) // size) for prefix in prefixes]
+        return self._open(ends, now, idle_s).number
+
+    def lend_turn(self, turn_id: TurnId, now: float, *, idle_s: float) -> int:
+        """Lend a running turn's path and its private blocks, and follow it. Point state that it
+        keeps up to its prompt's end, and at its own, is held with it.
+
+        Raises InvalidInput when the turn is not running.
+        """
+        run = self._running.get(turn_id)
+        if run is None:
+            raise InvalidInput("turn_id", f"{turn_id!r} is not running", "lend its prefix")
+        ticket = self._open([(run.lock.node, run.sealed)], now, idle_s)
+        ticket.turn_id = turn_id
+        self._following.setdefault(turn_id, []).append(ticket)
+        return ticket.number
+
+    def _open(self, ends: list[tuple[Node, int]], now: float, idle_s: float) -> Ticket:
+        self._numbers += 1
+        locks = [self._tree.lock(node, depth) for node, depth in ends]
+        ticket = Ticket(self._numbers, idle_s, now + idle_s, locks, [])
+        for node, depth in ends:
+            self._hold(ticket, prefix_tree.complete_stop(node, depth))
+        self._standing[ticket.number] = ticket
+        self._next_end_s = min(self._next_end_s, ticket.until_s)
+        return ticket
+
+    def read(self, number: int, now: float) -> bool:
+        """Tell whether the ticket stands, so that what was read until now is what was lent; then it
+        stands for `idle_s` more."""
+        ticket = self._standing.get(number)
+        if ticket is None or ticket.until_s <= now:
+            return False
+        ticket.until_s = now + ticket.idle_s
+        return True
+
+    def end(self, number: int) -> None:
+        """Let go what the ticket kept: its reader is done. One that is over already is no error."""
+        ticket = self._standing.pop(number, None)
+        if ticket is None:
+            return
+        for stop in ticket.points:
+            stop.holds -= 1
+            self._tree.cool(stop)
+        for lock in ticket.locks:
+            self._tree.unlock(lock)
+        if ticket.turn_id is not None:
+            followers = self._following[ticket.turn_id]
+            followers.remove(ticket)
+            if not followers:
+                del self._following[ticket.turn_id]
+        self._withheld.subtract(ticket.withheld)
+        free = [slot for slot in ticket.withheld if not self._withheld[slot]]
+        for slot in free:
+            del self._withheld[slot]
+        self._pools.blocks.give(free)
+
+    # -- room ----------------------------------------------------------------------------------
+
+    def expire(self, now: float) -> None:
+        """End the tickets whose time is over. O(1) while none can be."""
+        if now < self._next_end_s:
+            return
+        for number in [n for n, one in self._standing.items() if one.until_s <= now]:
+            self.end(number)
+        self._next_end_s = min((one.until_s for one in self._standing.values()), default=inf)
+
+    def revoke_for(self, blocks: int, now: float) -> bool:
+        """End a ticket for a turn that misses so many blocks: those whose time is over, or else the
+        oldest. False, and none ends, where all of them would not make the room."""
+        standing = len(self._standing)
+        self.expire(now)
+        if len(self._standing) < standing:
+            return True
+        yielding = self._pools.most_blocks - self._pools.blocks.capacity
+        if not standing or blocks > self._kept_blocks() + yielding:
+            return False
+        self.end(next(iter(self._standing)))
+        return True
+
+    def _kept_blocks(self) -> int:
+        """Count the blocks that would be free or could be evicted if no ticket stood."""
+        tree, before = self._tree, self._tree.protected
+        locks = [lock for one in self._standing.values() for lock in one.locks]
+        places = [(lock, lock.node, lock.depth) for lock in locks]
+        for lock in locks:
+            tree.relock(lock, tree.root, 0)
+        kept = before - tree.protected
+        for lock, node, depth in places:
+            tree.relock(lock, node, depth)
+        return kept + len(self._withheld)
+
+    # -- what a turn does ----------------------------------------------------------------------
+
+    def give_back(self, turn_id: TurnId, blocks: list[int]) -> None:
+        """Return a turn's private blocks to the pool, or have them wait for who reads them."""
+        followers = self._following.get(turn_id)
+        if followers is None:
+            self._pools.blocks.give(blocks)
+            return
+        for ticket in followers:
+            ticket.withheld = [*ticket.withheld, *blocks]
+            self._withheld.update(blocks)
+
+    def sealed(self, run: Running) -> None:
+        """Follow a turn whose lock has moved."""
+        for ticket in self._following.get(run.turn_id, ()):
+            self._tree.relock(ticket.locks[0], run.lock.node, run.lock.depth)
+
+    def kept(self, turn_id: TurnId, stop: ResumeDepth | None) -> None:
+        """Hold point state that a turn keeps, where somebody follows it."""
+        for ticket in self._following.get(turn_id, ()):
+            self._hold(ticket, stop)
+
+    def left(self, run: Running) -> None:
+        """Follow a turn no longer, which has ended: what its tickets cover stays as it is."""
+        followers = self._following.pop(run.turn_id, ())
+        for ticket in followers:
+            self._hold(ticket, prefix_tree.complete_stop(run.lock.node, run.sealed))
+            ticket.turn_id = None
+
+    def _hold(self, ticket: Ticket, stop: ResumeDepth | None) -> None:
+        if stop is not None and stop not in ticket.points:
+            stop.holds += 1
+            ticket.points.append(stop)
+
+    # -- what the checks, the metrics and the border read --------------------------------------
+
+    def withheld(self) -> list[int]:
+        """List the blocks that no turn and no path has, which wait for a ticket's end."""
+        return list(self._withheld)
+
+    def tickets(self) -> Iterable[Ticket]:
+        """Iterate over the tickets that are not over."""
+        return self._standing.values()
+
+    def covers_beyond(self, limit: int) -> bool:
+        """Tell whether somebody may be reading a block whose slot is `limit` or more."""
+        if max(self._withheld, default=-1) >= limit:
+            return True
+        for ticket in self._standing.values():
+            run = None if ticket.turn_id is None else self._running[ticket.turn_id]
+            rows = [prefix_tree.row(lock.node, lock.depth) for lock in ticket.locks]
+            rows.append([] if run is None else run.row)
+            if any(max(row, default=-1) >= limit for row in rows):
+                return True
+        return False
