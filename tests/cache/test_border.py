@@ -6,6 +6,7 @@ from __future__ import annotations
 from ownerserve.cache.outcomes import SlotsReserved
 from ownerserve.cache.policies.lru import Lru
 from tests.support.cache.cache_driver import HYBRID, B, Driver, blocks_of
+from tests.support.cache.readers import Readers
 
 BLOCK_BYTES = sum(one.slot_bytes for one in HYBRID.components if one.name in HYBRID.range_names)
 POINT_BYTES = sum(one.slot_bytes for one in HYBRID.components if one.name in HYBRID.point_names)
@@ -56,6 +57,19 @@ def test_blocks_give_way_to_points_that_are_worth_more_and_move_with_their_bytes
         most = max(most, sides(driver)[1])
     assert most > few
     fits(driver, 24 * (BLOCK_BYTES + POINT_BYTES))
+
+
+def test_blocks_that_somebody_reads_stay_where_they_are() -> None:
+    """Blocks would give way to points, and those beyond the border move: none that is lent does."""
+    driver = points_are_few()
+    readers = Readers(driver)
+    ticket = readers.lend(long_prompt(10, 9), idle_s=1e6)
+    for number in range(40):
+        driver.turn(f"f{number}", long_prompt(0, 8) + blocks_of(5000 + number, tail=1))
+        driver.divide()
+        readers.look()
+        driver.now += 1.0
+    assert readers.read(ticket)
 
 
 def test_a_running_turn_gets_all_blocks_that_there_can_be() -> None:

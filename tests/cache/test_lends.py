@@ -246,21 +246,6 @@ def test_whose_time_is_over_goes_before_one_that_stands() -> None:
     assert readers.read(old) and not readers.read(young)
 
 
-def test_the_border_stays_where_a_block_beyond_it_is_lent() -> None:
-    driver = Driver(blocks=16, points=8, least_points=1)
-    readers = Readers(driver)
-    prompts = [blocks_of(number, 7, 8, tail=1) for number in range(5)]
-    for number, prompt in enumerate(prompts):
-        driver.turn(str(number), prompt)
-    lends = driver.cache.lends
-    assert not lends.covers_beyond(0)
-    last = parts_of(driver.cache).pools.blocks.used - 1
-    ticket = readers.lend(prompts[-1], idle_s=LONG_S)
-    assert lends.covers_beyond(last) and not lends.covers_beyond(last + 1)
-    readers.end(ticket)
-    assert not lends.covers_beyond(0)
-
-
 def test_a_spill_ends_for_a_turn_that_needs_its_room() -> None:
     driver = Driver(blocks=8, points=4)
     driver.turn("1", blocks_of(1, 2, 3, tail=1), session="a")

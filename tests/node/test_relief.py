@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.cache.metrics import snapshot
-from ownerserve.cache.outcomes import Begun, Turn
+from ownerserve.cache.outcomes import Begun, NoRoom, Turn
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId
@@ -242,3 +242,28 @@ def test_measured_costs_reach_the_evictions_order() -> None:
     assert policy.prices.context_tokens > 1e9, "PRICES have no quadratic term"  # type: ignore[attr-defined]
     per_byte = policy.prices.reload_tokens_per_byte  # type: ignore[attr-defined]
     assert per_byte == pytest.approx(1e-6, rel=0.1), "1e6 bytes a ms against 1 ms a token"
+
+
+def test_a_spill_whose_room_a_turn_took_is_copied_no_further() -> None:
+    """One copy a tick, so a turn comes in between: the others' slots may be its own by then."""
+    settings = NodeSettings(record_blocks=4, spill_after_s=1000.0, copy_bytes_a_tick=1)
+    driver = NodeDriver(blocks=16, points=6, settings=settings)
+    for n in range(6):
+        driver.turn(range(1000 * n, 1000 * n + 2 * B + 1), f"s{n}")
+    driver.watermarks(Watermarks(low=0.2, high=0.5, idle_s=10.0))
+    driver.now = 20.0
+    driver.handle(Tick())
+    asked = copies(driver)
+    assert len(asked) == 1 and len(driver.cache.lends) == 1
+    turn = Turn(TurnId("new"), None, pack(range(9000, 9000 + 15 * B)))
+    assert isinstance(driver.cache.begin(turn, driver.now), Begun)
+    got = driver.cache.reserve(turn.turn_id, 15 * B, driver.now)
+    assert not isinstance(got, NoRoom), "a turn that finds no room takes it from the spill"
+    assert not len(driver.cache.lends)
+    driver.handle(Tick())
+    assert copies(driver) == asked, "nothing is read any more that may be somebody else's"
+    driver.settle()
+    assert driver.cache.counters.failed_spills == 1
+    assert not driver.cache.pressure.open_spills
+    driver.cache.abort(turn.turn_id, driver.now)
+    driver.check()

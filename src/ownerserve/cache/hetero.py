@@ -374,11 +374,10 @@ class HeteroCache:
         node, depth, spares = tree.extend(run.lock.node, run.sealed, keys, blocks)
         if spares:
             run.row[run.sealed : depth] = blocks
-            self.lends.give_back(run.turn_id, spares)
             self.counters.duplicate_blocks += len(spares)
         tree.relock(run.lock, node, depth)
         run.sealed = depth
-        self.lends.sealed(run)
+        self.lends.sealed(run, spares)
 
     def snapshot(self, turn_id: TurnId, now: float) -> tuple[Effect, ...]:
         """Keep the point state of the present position, which must be a boundary.
@@ -531,12 +530,9 @@ class HeteroCache:
         del self._running[run.turn_id]
         if run.session is not None:
             run.session.running -= 1
-        row, sealed = run.row, run.sealed
-        if sealed < len(row):
-            self.lends.give_back(run.turn_id, row[sealed:])
-            del row[sealed:]
-        self._pools.states.give_one(run.table.state)
         self.lends.left(run)
+        del run.row[run.sealed :]
+        self._pools.states.give_one(run.table.state)
         if not depth:
             return None
         stop = self._tree.stop_at(prefix_tree.locate(run.lock.node, depth), depth, now)

@@ -166,18 +166,11 @@ class Lends:
 
     # -- what a turn does ----------------------------------------------------------------------
 
-    def give_back(self, turn_id: TurnId, blocks: list[int]) -> None:
-        """Return a turn's private blocks to the pool, or have them wait for who reads them."""
-        followers = self._following.get(turn_id)
-        if followers is None:
-            self._pools.blocks.give(blocks)
-            return
-        for ticket in followers:
-            ticket.withheld = [*ticket.withheld, *blocks]
-            self._withheld.update(blocks)
-
-    def sealed(self, run: Running) -> None:
-        """Follow a turn whose lock has moved."""
+    def sealed(self, run: Running, spares: list[int]) -> None:
+        """Follow a turn whose lock has moved, and take back `spares`, private blocks of which the
+        tree had another's already."""
+        if spares:
+            self._give_back(run, spares)
         for ticket in self._following.get(run.turn_id, ()):
             self._tree.relock(ticket.locks[0], run.lock.node, run.lock.depth)
 
@@ -187,11 +180,23 @@ class Lends:
             self._hold(ticket, stop)
 
     def left(self, run: Running) -> None:
-        """Follow a turn no longer, which has ended: what its tickets cover stays as it is."""
+        """Take back the private blocks of a turn that has ended. Its tickets follow it no longer:
+        what they cover stays as it is."""
+        self._give_back(run, run.row[run.sealed :])
         followers = self._following.pop(run.turn_id, ())
         for ticket in followers:
             self._hold(ticket, prefix_tree.complete_stop(run.lock.node, run.sealed))
             ticket.turn_id = None
+
+    def _give_back(self, run: Running, blocks: list[int]) -> None:
+        """Return private blocks to their pool, or have them wait for who reads them."""
+        followers = self._following.get(run.turn_id)
+        if followers is None:
+            self._pools.blocks.give(blocks)
+            return
+        for ticket in followers:
+            ticket.withheld = [*ticket.withheld, *blocks]
+            self._withheld.update(blocks)
 
     def _hold(self, ticket: Ticket, stop: ResumeDepth | None) -> None:
         if stop is not None and stop not in ticket.points:
