@@ -323,6 +323,7 @@ class HeteroCache:
         while isinstance(taken, NoRoom):
             moved = self.border.give_way(taken.missing)
             if not moved and not self.lends.revoke_for(taken.missing, now):
+                assert not effects, "the border gave way for room that is not there"
                 return taken
             effects += moved
             taken = self._pools.take_blocks(missing)
