@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ownerserve.gateway.http.payload import AnswerPayload
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.router.messages import Arrive, Dispatch, Done, FirstByte, WorkerUp
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import (
     BYTES_PER_TOKEN_MAX,
     BYTES_PER_TOKEN_MIN,
+    TAIL_BYTES,
     TOKENS_MAX,
     Prompt,
     Usage,
@@ -229,6 +231,43 @@ def test_a_usage_of_400_digits_costs_the_gateway_nothing(play: Play) -> None:
         assert gateway.turns.observer.prompt_tokens == 0
 
     play(scenario, engines=1)
+
+
+def test_usage_is_read_that_the_prompts_token_ids_follow(play: Play) -> None:
+    """vLLM's order where a chat asks for token ids, and ours: the context was learnt as nothing."""
+
+    async def scenario(world: World) -> None:
+        client, (engine,) = await world.client(), world.engines
+        ids = b", ".join(b"%d" % number for number in range(1300))
+        usage = b'{"prompt_tokens": 1300, "completion_tokens": 4}, "prompt_token_ids": [%b]'
+        engine.usage = usage % ids
+        await client.post("/v1/chat/completions", x__session__id="a")
+        await world.settled()
+        assert world.gateway.turns.observer.prompt_tokens == 1300
+        ((_, session),) = world.gateway.state.sessions.items()
+        assert session.known_tokens == 1304
+
+    play(scenario, engines=1)
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.integers(1, 9_000), max_size=40),
+    st.lists(st.integers(0, 9_000), min_size=1, max_size=3),
+)
+def test_usage_is_the_same_however_the_answer_is_cut(cuts: list[int], gaps: list[int]) -> None:
+    body = b"{"
+    for number, gap in enumerate(gaps):
+        counts = {"prompt_tokens": number + 1, "completion_tokens": 2, "seen": "x" * (gap % 700)}
+        body += b'"usage": %b, "x": "%b",' % (json.dumps(counts).encode(), b"y" * gap)
+    payload, at = AnswerPayload(), 0
+    for length in [*cuts, len(body)]:
+        payload.take(body[at : at + length])
+        at += length
+        assert len(payload.tail) < 2 * TAIL_BYTES
+    assert (
+        scan_usage(payload.tail) == scan_usage(body) == Usage(len(gaps), 2, 0, tells_cached=False)
+    )
 
 
 @given(

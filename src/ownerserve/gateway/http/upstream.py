@@ -26,9 +26,9 @@ import httptools
 from ownerserve.gateway.http.access import Access, Address, connected
 from ownerserve.gateway.http.door import is_ours
 from ownerserve.gateway.http.heads import Header, ResponseHead, read_response_head
+from ownerserve.gateway.http.payload import AnswerPayload
 from ownerserve.kv.units import KIB
 from ownerserve.router.messages import Failure
-from ownerserve.router.requests.body import TAIL_BYTES
 
 log = logging.getLogger("ownerserve.gateway")
 
@@ -41,39 +41,10 @@ _SIZE_LINES = {
     size + len(b"%x" % size) + 4: b"%x\r\n" % size for size in range(1, _CHUNK_MAX_BYTES)
 }
 """What a whole chunk begins with, frame and all, by its length."""
-_TAIL_PIECES_MAX = 16
 
 
 class Malformed(Exception):
     """The worker's bytes are no answer, or more than one."""
-
-
-class AnswerPayload:
-    """A payload is a body without chunk frames, of which are kept the parts of the last read and
-    the last bytes of all."""
-
-    __slots__ = ("_last", "parts")
-
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self._last: list[bytes] = []
-
-    def take(self, part: bytes) -> None:
-        """Take in a part of the last read."""
-        last = self._last
-        last.append(part)
-        if len(last) > _TAIL_PIECES_MAX or len(part) > TAIL_BYTES:
-            self._last = [self.tail]
-
-    @property
-    def now(self) -> bytes:
-        """The bytes of the last read."""
-        return b"".join(self.parts)
-
-    @property
-    def tail(self) -> bytes:
-        """The last bytes of all."""
-        return b"".join(self._last)[-TAIL_BYTES:]
 
 
 class AnswerReader:

@@ -258,7 +258,7 @@ def _doubled(key: str) -> InvalidInput:
 
 
 TAIL_BYTES = 4096
-"""How much of an answer's end is kept to be scanned; longer tails hide `usage` and cost nothing."""
+"""How much of an answer's end is kept to be scanned."""
 
 TOKENS_MAX = 1 << 24
 """Longer is no sequence, whatever the model: 16 times the longest contexts that are served."""
@@ -342,6 +342,13 @@ def bytes_per_token(prompt_bytes: int, prompt_tokens: int) -> float | None:
     then are not all in the body."""
     ratio = prompt_bytes / prompt_tokens
     return None if ratio < BYTES_PER_TOKEN_MIN else min(ratio, BYTES_PER_TOKEN_MAX)
+
+
+def usage_before(data: bytes, end: int) -> bytes:
+    """Return what there is of the last `usage` object that begins before `end` in `data`, for
+    `scan_usage`; empty when there is none."""
+    at = data.rfind(_USAGE_KEY, 0, end + len(_USAGE_KEY) - 1)
+    return b"" if at < 0 else data[at : at + len(_USAGE_KEY) + _WINDOW] + b"\n"
 
 
 def scan_usage(tail: bytes) -> Usage | None:
