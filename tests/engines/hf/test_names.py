@@ -78,7 +78,8 @@ class Fleet:
         self.http = httpx.Client(timeout=WAIT_S, base_url=f"http://127.0.0.1:{self.gateway.port}")
 
     async def _start_gateway(self) -> Gateway:
-        gateway = Gateway(Config(workers=(parse_worker(self.url),)))
+        workers = (parse_worker(self.url),)
+        gateway = Gateway(Config(workers=workers, seats=None))  # each session displaces others
         await gateway.start()
         return gateway
 
