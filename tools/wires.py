@@ -63,7 +63,12 @@ OUTSIDE: dict[str, str] = {
 
 ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
+TRANSFER = "issue 20: layouts, movers and control are being built upon it"
+
 DEAD: dict[str, str] = {
+    "ownerserve.kv.regions.Region": TRANSFER,
+    "ownerserve.transfer.movers.port.Lender": TRANSFER,
+    "ownerserve.transfer.movers.port.Mover": TRANSFER,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
 }
 

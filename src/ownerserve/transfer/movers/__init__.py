@@ -1,0 +1,1 @@
+"""Movers bring lent bytes into this process's memory, each by another road, behind one contract."""
