@@ -19,13 +19,20 @@ from numpy.typing import NDArray
 
 class FramePiece(msgspec.Struct, frozen=True, gc=False):
     """A `FramePiece` is units [first_unit, end_unit) of the artifact with that id (32 bytes), of
-    its layers [first_layer, end_layer)."""
+    its layers [first_layer, end_layer) and of its heads [first_head, end_head); both 0: all heads.
+
+    `form` empty: its bytes are in the order above. Else they are in the raw order of blocks of that
+    form (transfer.layout.forms), which both sides' have to be, and of all heads.
+    """
 
     artifact: bytes
     first_unit: int
     end_unit: int
     first_layer: int
     end_layer: int
+    first_head: int = 0
+    end_head: int = 0
+    form: bytes = b""
 
 
 class Runs(msgspec.Struct, frozen=True, eq=False):
