@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from ownerserve.cache.counters import LossCause
 from ownerserve.cache.hetero import parts_of
+from ownerserve.cache.ingest import HoldLevel
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import (
     Arrival,
@@ -55,9 +57,66 @@ def test_a_wrong_digest_is_a_miss_and_frees_the_slots() -> None:
     assert driver.cache.occupancy.blocks.used == 0 and driver.cache.counters.quarantined == 1
 
 
+def test_what_nobody_vouches_for_is_refused() -> None:
+    """Invariant 4: each block of each component was stated by its producer and found here."""
+    for missing in range(2):
+        driver = Driver()
+        got = arrive(driver, blocks_of(1, 2))
+        parts = driver.parts(got.ticket)
+        assert [part.component for part in parts] == ["main", "index"]
+        del parts[missing]
+        refused = CacheRefused(CacheRefusal.DIGEST_MISMATCH)
+        assert driver.cache.ingest.commit(got.ticket, parts, 0.0) == refused
+        driver.check()
+        assert driver.cache.occupancy.blocks.used == 0 and driver.cache.counters.quarantined == 1
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 1), (1, 3), (2, 3)])
+def test_a_part_of_the_blocks_does_not_stand_for_all(first: int, end: int) -> None:
+    driver = Driver()
+    got = arrive(driver, blocks_of(1, 2, 3))
+    parts = [
+        msgspec.structs.replace(part, first=first, end=end) if part.component == "index" else part
+        for part in driver.parts(got.ticket)
+    ]
+    assert isinstance(driver.cache.ingest.commit(got.ticket, parts, 0.0), CacheRefused)
+    driver.check()
+
+
+def test_a_producer_that_states_nothing_vouches_for_nothing() -> None:
+    driver = Driver()
+    got = arrive(driver, blocks_of(1))
+    parts = [msgspec.structs.replace(p, stated=b"", found=b"") for p in driver.parts(got.ticket)]
+    assert isinstance(driver.cache.ingest.commit(got.ticket, parts, 0.0), CacheRefused)
+
+
+def test_pieces_in_any_order_make_a_whole() -> None:
+    driver = Driver()
+    got = arrive(driver, blocks_of(1, 2, 3))
+    halves = [
+        msgspec.structs.replace(part, first=first, end=end)
+        for first, end in ((2, 3), (0, 1), (1, 2))
+        for part in driver.parts(got.ticket)
+    ]
+    assert driver.land(got.ticket, parts=halves) == Inserted(3 * B, 0)
+
+
+def test_a_component_of_a_point_that_was_not_written_is_not_there() -> None:
+    """Its slot holds what another left in it: the device had the component when the load was
+    planned, and lost it before the commit."""
+    driver = Driver()
+    got = arrive(driver, blocks_of(1, 2), (2 * B,))
+    parts = [part for part in driver.parts(got.ticket) if part.component != "swa"]
+    for name, slot in got.points[2 * B].items():
+        driver.memory[name, slot] = b"another's"
+    driver.land(got.ticket, parts=parts)
+    assert driver.check_match(blocks_of(1, 2, 9)).points[0].lacks == ("swa",)
+    assert [pool.used for pool in driver.cache.occupancy.points] == [0, 1]
+
+
 def test_a_wrong_prefix_hash_never_gets_slots() -> None:
     driver = Driver()
-    other = Arrival(blocks_of(1), hash_prefix(blocks_of(2), B)[-1], b"digest")
+    other = Arrival(blocks_of(1), hash_prefix(blocks_of(2), B)[-1])
     assert driver.cache.ingest.reserve(other, 0.0) == CacheRefused(CacheRefusal.PREFIX_MISMATCH)
 
 
@@ -66,15 +125,15 @@ def test_what_was_hashed_here_is_not_hashed_again_and_vouches_for_its_own_tokens
     driver = Driver()
     hashed = HashedPrefix(B)
     hashed.grow(blocks_of(1, 2, 3))
-    right = Arrival(blocks_of(1, 2), hashed.digests[1], b"digest", hashed=hashed)
+    right = Arrival(blocks_of(1, 2), hashed.digests[1], hashed=hashed)
     assert isinstance(driver.cache.ingest.reserve(right, 0.0), SlotsReserved)
-    longer = Arrival(blocks_of(1, 2), hashed.digests[2], b"digest", hashed=hashed)
-    other = Arrival(blocks_of(4), hashed.digests[0], b"digest", hashed=hashed)
+    longer = Arrival(blocks_of(1, 2), hashed.digests[2], hashed=hashed)
+    other = Arrival(blocks_of(4), hashed.digests[0], hashed=hashed)
     for wrong in (longer, other):
         assert driver.cache.ingest.reserve(wrong, 0.0) == CacheRefused(CacheRefusal.PREFIX_MISMATCH)
-    honest = Arrival(blocks_of(4), hash_prefix(blocks_of(4), B)[-1], b"digest", hashed=hashed)
+    honest = Arrival(blocks_of(4), hash_prefix(blocks_of(4), B)[-1], hashed=hashed)
     assert isinstance(driver.cache.ingest.reserve(honest, 0.0), SlotsReserved)
-    ragged = Arrival(blocks_of(1, tail=1), PrefixHash(b""), b"digest")
+    ragged = Arrival(blocks_of(1, tail=1), PrefixHash(b""))
     with pytest.raises(InvalidInput, match="whole blocks"):
         driver.cache.ingest.reserve(ragged, 0.0)
 
@@ -104,7 +163,11 @@ def test_slots_of_a_lost_writer_stay_on_hold_until_it_is_quiet() -> None:
     driver.give_up(got.ticket)
     assert snapshot(driver.cache, 0.0).pools["main"].held == 3
     assert isinstance(driver.arrive(blocks_of(4, 5)), NoRoom)
+    driver.now = 7.0
+    holds = snapshot(driver.cache, driver.now).holds
+    assert holds == {"store": HoldLevel(), "peer": HoldLevel(1, 3, 0, 7.0)}
     driver.cache.ingest.quiet(got.ticket)
+    assert snapshot(driver.cache, driver.now).holds["peer"] == HoldLevel()
     assert isinstance(driver.arrive(blocks_of(4, 5)), SlotsReserved)
     with pytest.raises(InvalidInput, match="not on hold"):
         driver.cache.ingest.quiet(got.ticket)

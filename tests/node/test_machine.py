@@ -43,6 +43,7 @@ class NodeMachine(RuleBasedStateMachine):
         super().__init__()
         self.driver = NodeDriver(blocks=20, points=6, settings=SETTINGS)
         self.driver.watermarks(Watermarks(low=0.2, high=0.5, idle_s=0.4))
+        self.driver.is_slow = True
         self.answered: list[FindRecords | Fetch] = []
         self.arrived = 0
         self.ran: list[TurnId] = []
@@ -72,6 +73,8 @@ class NodeMachine(RuleBasedStateMachine):
         while self.driver.pending:
             asked = self.driver.pending.popleft()
             (self.driver.answer if works else self.driver.fail)(asked)
+            while self.driver.writes:
+                self.driver.write()
         if turn_id in self.driver.started:  # else it waits for the room of those that are
             self.run_one(turn_id)
 
@@ -85,6 +88,12 @@ class NodeMachine(RuleBasedStateMachine):
         (self.driver.answer if works else self.driver.fail)(asked)
         if isinstance(asked, FindRecords | Fetch):
             self.answered.append(asked)
+
+    @precondition(lambda self: self.driver.writes)
+    @rule()
+    def bytes_come(self) -> None:
+        """Into slots that their turn may have given up since."""
+        self.driver.write()
 
     @precondition(lambda self: self.answered)
     @rule(data=st.data())
@@ -153,6 +162,9 @@ class NodeMachine(RuleBasedStateMachine):
             f"t{n + 1}" for n in range(self.arrived)
         )
         assert len(self.ran) + len(self.given_up) == self.arrived
+        while self.driver.writes:
+            self.driver.write()
+            self.driver.check()
         assert self.driver.cache.ingest.counts() == (0, 0)
         self.driver.watermarks(Watermarks(low=0.0, high=0.0))
         for _ in range(100):  # its silence was a failure: no spill stays open, nothing stays held

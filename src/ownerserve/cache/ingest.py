@@ -4,15 +4,20 @@ it verifies.
 Owns the slots of arrivals that are not in the tree yet. Nothing becomes matchable before its
 prefix hash and its digest are right (invariant 4).
 
-    reserve -> RESERVED -- commit(digest) --> in the tree
-                   |  `--- commit(wrong) ---> slots free, counted as quarantined
-                   `------ abort -----------> HELD -- quiet --> slots free
+    reserve -> RESERVED -- commit, all as stated ---> in the tree
+                   |  `--- commit, anything else ---> slots free, counted as quarantined
+                   `------ abort --------> HELD -- quiet --> slots free
 
 An aborted arrival's slots stay on hold until its writer is proven quiet: a timeout is no proof
-that a remote write has stopped.
+that a write has stopped. Who writes is the arrival's `writer`; each hold is counted under it, with
+its age (`holds`). A hold that stays is memory lost to a writer that nobody has heard of since: it
+is never given to others, and shows as the oldest age.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
@@ -24,6 +29,8 @@ from ownerserve.cache.outcomes import (
     Inserted,
     NoRoom,
     SlotsReserved,
+    Verified,
+    WriterKind,
 )
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.tree import prefix_tree
@@ -34,12 +41,24 @@ from ownerserve.kv.prefix import hash_prefix
 
 
 class Pending(msgspec.Struct, eq=False):
-    """A pending arrival is one between reserve and commit, or on hold (`lock` is None then)."""
+    """A pending arrival is one between reserve and commit, or on hold since `held_s` (`lock` is
+    None then)."""
 
     arrival: Arrival
     lock: Receipt | None
     blocks: list[int]
     points: dict[int, dict[str, int]]
+    held_s: float = inf
+
+
+class HoldLevel(msgspec.Struct):
+    """A hold level is what writers of one kind keep from use: `arrivals` that were given up, with
+    `blocks` and `points` (boundaries), the oldest for `oldest_s` seconds."""
+
+    arrivals: int = 0
+    blocks: int = 0
+    points: int = 0
+    oldest_s: float = 0.0
 
 
 class Ingest:
@@ -92,15 +111,19 @@ class Ingest:
         known = arrival.hashed.digest_of(arrival.tokens) if arrival.hashed is not None else None
         return known or hash_prefix(arrival.tokens, self._block)[-1]
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
-        """Put the arrival in the tree: its bytes are written, and `digest` was computed here over
-        them."""
+    def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
+        """Put the arrival in the tree: `parts` are what lies in its slots, each as its producer
+        stated it and as it was found here.
+
+        Refused where one part is not as stated, or where a range block is in none. Point state of
+        which a component is in none lacks it.
+        """
         pending = self._pending.get(ticket)
         if pending is None or pending.lock is None:
             raise InvalidInput("ticket", f"{ticket} is not reserved", "reserve it first")
         del self._pending[ticket]
         tree, lock, arrival = self._tree, pending.lock, pending.arrival
-        if digest != arrival.digest:
+        if not self._is_verified(parts, lock.depth, lock.depth + len(pending.blocks)):
             self._counters.quarantined += 1
             self._give(pending)
             tree.unlock(lock)
@@ -110,25 +133,43 @@ class Ingest:
         self._pools.blocks.give(spares)
         self._counters.duplicate_blocks += len(spares)
         tree.stop_at(node, depth, now)
+        points = {(part.component, part.end) for part in parts if part.first == part.end}
         for position, taken in pending.points.items():
-            self._pools.hang_point(self._stop(node, position // self._block, now), taken)
+            at = position // self._block
+            written = {name: slot for name, slot in taken.items() if (name, at) in points}
+            self._pools.give_point({n: slot for n, slot in taken.items() if n not in written})
+            if written:
+                self._pools.hang_point(self._stop(node, at, now), written)
         tree.unlock(lock)
         tree.expose(node)
         return Inserted(depth * self._block, len(spares))
 
+    def _is_verified(self, parts: Sequence[Verified], start: int, end: int) -> bool:
+        """Tell whether all parts are as stated, and cover blocks [start, end) of every range
+        component."""
+        if not all(part.is_as_stated for part in parts):
+            return False
+        reach = dict.fromkeys(self._pools.layout.range_names, start)
+        for part in sorted(parts, key=lambda part: part.first):
+            at = reach.get(part.component, -1)
+            if part.first <= at < part.end:
+                reach[part.component] = part.end
+        return all(at >= end for at in reach.values())
+
     def _stop(self, node: Node, depth: int, now: float) -> ResumeDepth:
         return self._tree.stop_at(prefix_tree.locate(node, depth), depth, now)
 
-    def abort(self, ticket: int) -> None:
+    def abort(self, ticket: int, now: float) -> None:
         """Give the arrival up. Its slots stay on hold until `quiet`."""
         pending = self._pending.get(ticket)
         if pending is None or pending.lock is None:
             raise InvalidInput("ticket", f"{ticket} is not reserved", "reserve it first")
         self._tree.unlock(pending.lock)
-        pending.lock = None
+        pending.lock, pending.held_s = None, now
 
     def quiet(self, ticket: int) -> None:
-        """Free an aborted arrival's slots: its writer has acknowledged, or is fenced."""
+        """Free an aborted arrival's slots: its writer has said that it is done, is fenced, or was
+        never given them."""
         pending = self._pending.get(ticket)
         if pending is None or pending.lock is not None:
             raise InvalidInput("ticket", f"{ticket} is not on hold", "abort it first")
@@ -152,6 +193,23 @@ class Ingest:
         every = self._pending.values()
         reserved = sum(len(pending.points) for pending in every if pending.lock is not None)
         return reserved, sum(len(pending.points) for pending in every) - reserved
+
+    def holds(self, now: float) -> dict[WriterKind, HoldLevel]:
+        """Count what is on hold, by the kind of its writer."""
+        levels = {kind: HoldLevel() for kind in WriterKind}
+        for pending in self._pending.values():
+            if pending.lock is None:
+                level = levels[pending.arrival.writer.kind]
+                level.arrivals += 1
+                level.blocks += len(pending.blocks)
+                level.points += len(pending.points)
+                level.oldest_s = max(level.oldest_s, now - pending.held_s)
+        return levels
+
+    def on_hold(self, kind: WriterKind) -> set[int]:
+        """Return the tickets of arrivals that are on hold for a writer of this kind."""
+        every = self._pending.items()
+        return {n for n, p in every if p.lock is None and p.arrival.writer.kind is kind}
 
     def block_slots(self) -> list[int]:
         """List the range blocks of all arrivals that are not in the tree."""

@@ -6,6 +6,7 @@ import msgspec
 
 from ownerserve.cache.counters import Counters
 from ownerserve.cache.hetero import HeteroCache, parts_of
+from ownerserve.cache.ingest import HoldLevel
 from ownerserve.cache.layout import Tail
 from ownerserve.cache.parts import Parts
 from ownerserve.cache.tree import prefix_tree
@@ -50,7 +51,8 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     `cached_tokens` are the tokens whose range state the tree holds, `restorable_points` the stops
     that lack nothing, `partial_points` those that lack a component. `tail_tokens` are those of all
-    running turns that wait, by tail, for their window to close.
+    running turns that wait, by tail, for their window to close. `holds` are arrivals that were
+    given up and whose slots wait for their writer, by its kind.
     """
 
     as_of_s: float
@@ -63,10 +65,11 @@ class Snapshot(msgspec.Struct, frozen=True):
     running: int
     fragmentation: Fragmentation
     tail_tokens: dict[str, int]
+    holds: dict[str, HoldLevel]
 
 
 def snapshot(cache: HeteroCache, now: float) -> Snapshot:
-    """Count and copy. O(stops in the tree)."""
+    """Count and copy; `now` is on the cache's clock. O(stops in the tree)."""
     parts = parts_of(cache)
     layout = parts.layout
     stops = [
@@ -96,6 +99,7 @@ def snapshot(cache: HeteroCache, now: float) -> Snapshot:
         running=len(parts.running),
         fragmentation=_fragmentation(parts),
         tail_tokens={tail.name: sum(_waiting(parts, tail)) for tail in layout.tails},
+        holds={kind.value: level for kind, level in parts.ingest.holds(now).items()},
     )
 
 

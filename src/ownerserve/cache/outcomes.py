@@ -194,24 +194,67 @@ class SessionStatus(msgspec.Struct, frozen=True):
     expires_s: float
 
 
+class WriterKind(StrEnum):
+    """A `WriterKind` says what sort of writer fills an arrival's slots; its values are metric
+    labels."""
+
+    STORE = "store"
+    """This process's own reader of the tiers below."""
+    PEER = "peer"
+    """A mover that reads another worker's memory; the writer's name is that worker's."""
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """A writer is who fills an arrival's slots: they are nobody else's until it has stopped."""
+
+    kind: WriterKind
+    name: str = ""
+
+
+STORE_WRITER = Writer(WriterKind.STORE)
+
+
 class Arrival(msgspec.Struct, frozen=True):
     """An arrival is state from outside for the prefix `tokens` (whole blocks), with point state at
     `points`.
 
-    `prefix_hash` is the chain digest of `tokens`; `digest` that of the bytes, as the producer
-    signed them. Commit compares it with what was read at this side (invariant 4). `hashed`, when
-    this side has hashed the tokens before, spares it to do so again.
+    `prefix_hash` is the chain digest of `tokens`, `writer` who will fill the slots. `hashed`, when
+    this side has hashed the tokens before, spares it to do so again. What the bytes must be is
+    said at commit (`Verified`): a producer that computes while it sends does not know it before.
     """
 
     tokens: Packed
     prefix_hash: PrefixHash
-    digest: bytes
     points: tuple[int, ...] = ()
+    writer: Writer = STORE_WRITER
     hashed: HashedPrefix | None = None
 
 
+class Verified(msgspec.Struct, frozen=True, gc=False):
+    """A `Verified` is a part of an arrival that lies in its slots: blocks [first, end) of a
+    component, or its point at block `end` where the two are equal.
+
+    `stated` is what its producer said of it, `found` what this side found of what it has written:
+    both an id or a digest, made alike. A peer states a digest of the bytes, and the same is
+    computed here over what came; of a store's record the id stands for its digest, since the
+    store gives out only bytes that match the digest written under their id.
+    """
+
+    component: str
+    first: int
+    end: int
+    stated: bytes
+    found: bytes
+
+    @property
+    def is_as_stated(self) -> bool:
+        """Tell whether something was stated, and just that was found."""
+        return bool(self.stated) and self.found == self.stated
+
+
 class SlotsReserved(msgspec.Struct, frozen=True):
-    """An arrival has its slots: range blocks from `start` on, and per point position its slots."""
+    """An arrival has its slots: range blocks from token `start` on, and per point position its
+    slots."""
 
     ticket: int
     start: int

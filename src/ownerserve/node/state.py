@@ -18,7 +18,7 @@ from __future__ import annotations
 from math import inf
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.outcomes import Resume
+from ownerserve.cache.outcomes import Resume, WriterKind
 from ownerserve.cache.policies.base import PolicyPrices
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
@@ -317,9 +317,11 @@ class NodeState:
         self.cache.check()
         self.pressure_relief.check()
         self.inventory.check()
-        reserved, on_hold = self.cache.ingest.counts()
-        if on_hold:
-            raise InvariantViolated(f"invariant 1: {on_hold} blocks on hold, no writer is lost")
+        reserved, _ = self.cache.ingest.counts()
+        on_hold = self.cache.ingest.on_hold(WriterKind.STORE)
+        waited_for = {*self.restores.unquiet.values()}
+        if on_hold != waited_for:
+            raise InvariantViolated(f"invariant 1: on hold {on_hold}, waited for {waited_for}")
         if reserved and not len(self.restores):
             raise InvariantViolated("invariant 1: reserved blocks, and no turn waits for them")
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
+import msgspec
+
 from ownerserve.cache.effects import (
     CopyBlock,
     CopyState,
@@ -39,6 +41,9 @@ from ownerserve.cache.outcomes import (
     Resume,
     SlotsReserved,
     Turn,
+    Verified,
+    Writer,
+    WriterKind,
 )
 from ownerserve.cache.policies.base import EvictionPolicy
 from ownerserve.cache.tree import prefix_tree
@@ -50,6 +55,7 @@ from ownerserve.kv.specs import Coverage
 B = 16
 BLOCK_BYTES = B * 4
 GARBAGE = b"garbage"
+PEER = Writer(WriterKind.PEER, "w2")
 
 HYBRID = Layout(
     B,
@@ -411,33 +417,46 @@ class Driver:
     def arrive(
         self, tokens: bytes, points: tuple[int, ...] = ()
     ) -> SlotsReserved | NoRoom | CacheRefused:
-        arrival = Arrival(tokens, hash_prefix(tokens, B)[-1], b"digest", points)
+        arrival = Arrival(tokens, hash_prefix(tokens, B)[-1], points, PEER)
         got = self.cache.ingest.reserve(arrival, self.now)
         if isinstance(got, SlotsReserved):
             self.tickets[got.ticket] = (arrival, got)
         self.check()
         return got
 
-    def land(self, ticket: int, digest: bytes = b"digest") -> Inserted | CacheRefused:
-        """The mover has written all slots; commit."""
+    def parts(self, ticket: int) -> list[Verified]:
+        """What a mover reads for this arrival, all of it as its source states it."""
+        arrival, reserved = self.tickets[ticket]
+        whole = len(arrival.tokens) // BLOCK_BYTES
+        ranges = [(name, reserved.start // B, whole) for name in self.layout.range_names]
+        ranges = [part for part in ranges if part[1] < part[2]]
+        ranges += [(name, at // B, at // B) for at, of in reserved.points.items() for name in of]
+        return [Verified(*part, b"digest", b"digest") for part in ranges]
+
+    def land(
+        self, ticket: int, digest: bytes = b"digest", *, parts: list[Verified] | None = None
+    ) -> Inserted | CacheRefused:
+        """The mover has written all slots, with bytes of this digest; commit."""
+        read = self.parts(ticket) if parts is None else parts
+        read[-1:] = [msgspec.structs.replace(part, found=digest) for part in read[-1:]]
         arrival, reserved = self.tickets.pop(ticket)
         for offset, slot in enumerate(reserved.blocks):
             upto = (reserved.start // B + offset + 1) * BLOCK_BYTES
             for name in self.layout.range_names:
                 self.memory[name, slot] = arrival.tokens[:upto]
         for position, slots in reserved.points.items():
-            for name, slot in slots.items():
-                self.memory[name, slot] = arrival.tokens[: position * 4]
-        if digest == arrival.digest:
+            for name in {part.component for part in read if part.first == part.end}:
+                self.memory[name, slots[name]] = arrival.tokens[: position * 4]
+        if digest == b"digest" or not read:
             for depth in range(1, len(arrival.tokens) // BLOCK_BYTES + 1):
                 self.sealed.add(arrival.tokens[: depth * BLOCK_BYTES])
-        done = self.cache.ingest.commit(ticket, digest, self.now)
+        done = self.cache.ingest.commit(ticket, read, self.now)
         self.check()
         return done
 
     def give_up(self, ticket: int) -> None:
         del self.tickets[ticket]
-        self.cache.ingest.abort(ticket)
+        self.cache.ingest.abort(ticket, self.now)
         self.held.append(ticket)
         self.check()
 
@@ -485,7 +504,7 @@ class Driver:
             for stop in node.stops:
                 for name, slot in zip(self.layout.point_names, stop.slots or (), strict=False):
                     prefix = whole[: stop.depth * BLOCK_BYTES]
-                    assert slot < 0 or self.memory[name, slot] == prefix, "a wrong point"
+                    assert slot is None or self.memory[name, slot] == prefix, "a wrong point"
         return found
 
     def check_levels(self) -> None:

@@ -115,10 +115,6 @@ def taken_unheard(publishing: Publishing, _outcome: Outcome) -> None:
     publishing._under_way = None
 
 
-def abort_only(device: OwnDevice, ticket: int) -> None:
-    device._cache.ingest.abort(ticket)
-
-
 def parts_of_sets(
     names: Any, asked: Any, found: Any, *, without: Any = frozenset()
 ) -> sources.StoredRecords:
@@ -208,7 +204,7 @@ MUTATIONS = (
     without(Instead(Restores, "_give_up_slots", nothing)),
     without(Instead(Restores, "_answered", any_answer), Instead(Operations, "end", nothing)),
     without(Instead(Chains, "hashed", session_goes_on)),
-    without(Instead(OwnDevice, "abort", abort_only)),
+    without(Instead(OwnDevice, "quiet", nothing)),
     without(Instead(sources, "stored_records", parts_of_sets)),
     without(Instead(Publishing, "forgotten", nothing)),
     without(Instead(Publishing, "answered", taken_unheard)),

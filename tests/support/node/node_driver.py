@@ -131,8 +131,11 @@ class NodeDriver:
         self.metas: dict[bytes, Meta] = {}
         self.checkpointed: list[TurnId] = []
         self.pending: deque[FindRecords | Fetch | StoreCopy] = deque()
+        self.is_slow = False
+        """Whether bytes come into slots when the test lets them, and not at once."""
+        self.writes: deque[Fill] = deque()
         self.copied: dict[int, bytes] = {}
-        self.fetched: dict[int, list[bytes]] = {}
+        self.fetched: dict[int, tuple[list[bytes], tuple[Want, ...]]] = {}
         self.waiting: dict[TurnId, TurnArrived] = {}
         self.started: list[TurnId] = []
         self.reports: dict[TurnId, RestoreReport] = {}
@@ -210,8 +213,7 @@ class NodeDriver:
                 if missing is not None:
                     self.handle(NotFetched(operation_id, MissReason.ABSENT, missing))
                     return
-                self.fetched[operation_id] = [self._read(want) for want in wants]
-                self._wants = wants
+                self.fetched[operation_id] = [self._read(want) for want in wants], wants
                 self.handle(Fetched(operation_id))
             case StoreCopy(operation_id, meta):
                 self.stored[meta.id] = self.copied[operation_id]
@@ -265,6 +267,8 @@ class NodeDriver:
                     self.checkpointed += turns
                 case DropOperation():
                     pass  # the answer comes all the same, and must change nothing
+                case Fill() as fill if self.is_slow:
+                    self.writes.append(fill)
                 case Fill() as fill:
                     effects.extend(self.state.handle(self._fill(fill), self.now))
                 case Locate(operation_id, ids):
@@ -277,14 +281,18 @@ class NodeDriver:
                 case Forget(session_id):
                     del self.file[session_id]
 
+    def write(self) -> None:
+        """The write that waits longest is made, whoever still wants it."""
+        self.handle(self._fill(self.writes.popleft()))
+
     def _fill(self, fill: Fill) -> Filled:
-        parts = self.fetched.pop(fill.operation_id)
+        parts, wants = self.fetched.pop(fill.operation_id)
         for filling in fill.fillings:
             data = parts[filling.part]
             assert len(data) == 32 * len(filling.slots)
             for i, slot in enumerate(filling.slots):
                 self.slots[filling.component, slot] = data[32 * i : 32 * i + 32]
-        return Filled(fill.operation_id, tuple(want.id for want in self._wants))
+        return Filled(fill.operation_id, tuple(want.id for want in wants))
 
     # -- the engine ----------------------------------------------------------------------------
 
@@ -345,5 +353,5 @@ class NodeDriver:
                     assert self.slots[name, slot] == truth(name, prefix[: i * size])
             for stop in node.stops:
                 for name, slot in zip(LAYOUT.point_names, stop.slots or (), strict=False):
-                    if slot >= 0:
+                    if slot is not None:
                         assert self.slots[name, slot] == truth(name, prefix[: stop.depth * size])

@@ -289,8 +289,9 @@ class SlotPools:
             self._hang(stop, taken)
             return
         names = [pool.name for pool in self.points]
-        lacks = {name: taken[name] for name, slot in zip(names, slots, strict=True) if slot is None}
-        self.give_point({name: taken[name] for name in names if name not in lacks})
+        has = {name for name, slot in zip(names, slots, strict=True) if slot is not None}
+        lacks = {name: slot for name, slot in taken.items() if name not in has}
+        self.give_point({name: slot for name, slot in taken.items() if name in has})
         self._hang(stop, lacks)
 
     def _hang(self, stop: ResumeDepth, taken: dict[str, int]) -> None:

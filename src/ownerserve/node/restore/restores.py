@@ -5,24 +5,30 @@
     FOUND     DeviceAsked: the engine says what it has itself               -
     OFFERED   DevicePlaced: the engine says where it may go | DeviceAsked   -
     LOADING   Fetched | NotFetched | deadline                               slots, reserved
-    FILLING   Filled | NotFetched: all of it counts, or nothing             the same
+    FILLING   Filled | deadline                                             slots, with a writer
+    BRINGING  Filled | NotFetched                                           slots, with a writer
 
 FOUND and OFFERED are for a device that answers `Later` (restore.device): a turn waits there in the
 engine's queue and not for us, so they have no deadline; and once it has blocks, one effect
-(`FetchAndFill`) reads and writes them, since only its performer knows when it is quiet.
+(`FetchAndFill`, while BRINGING) reads and writes them, since only its performer knows when it is
+quiet. All that was read and written counts, or nothing.
 
 Whatever goes wrong, the turn starts: with less state and more to compute. What could not be read
 is left out of the next plan, so a bad record costs one attempt and is counted once. Slots are
-reserved before a byte is read, and the reservation pins what of the prefix is resident; it is
-given up before its operation's answer can touch them, since only a `Fill` writes.
+reserved before a byte is read, and the reservation pins what of the prefix is resident.
+
+A reservation that is given up is on hold until its writer is quiet. A `Fetch` reads into memory of
+its own and was handed no slot, so while LOADING nobody writes: the slots are free at once, and a
+silent store keeps no device memory. A `Fill` and a `FetchAndFill` were handed the slots: theirs are
+free when that operation's own answer comes, however late, and if none comes, never.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from itertools import zip_longest
 from math import inf
 
 import msgspec
@@ -36,6 +42,7 @@ from ownerserve.cache.outcomes import (
     Restore,
     Resume,
     SlotsReserved,
+    Verified,
 )
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
@@ -59,6 +66,8 @@ from ownerserve.node.vocabulary.events import (
     NotFetched,
     Offer,
     OperationId,
+    PeerPrefix,
+    PeerRecord,
     RecordsFound,
     RestoreOutcome,
     RestoreReport,
@@ -93,6 +102,11 @@ class RestorePhase(StrEnum):
     OFFERED = "offered"
     LOADING = "loading"
     FILLING = "filling"
+    BRINGING = "bringing"
+
+
+WRITING = (RestorePhase.FILLING, RestorePhase.BRINGING)
+"""Phases in which somebody was handed the slots."""
 
 
 class Look(StrEnum):
@@ -176,6 +190,9 @@ class Restores:
         self._block = device.layout.block_tokens
         self._pending: dict[TurnId, PendingRestore] = {}
         self._by_operation: dict[OperationId, PendingRestore] = {}
+        self.unquiet: dict[OperationId, int] = {}
+        """`unquiet` has the tickets of reservations that were given up while the operation wrote
+        into their slots: they are on hold until it has answered."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -254,6 +271,8 @@ class Restores:
 
     def completed(self, event: Completion, now: float) -> Iterable[Effect]:
         """Take the store's answer to a look, a fetch or a fill; return the effects that follow."""
+        if event.operation_id in self.unquiet:
+            return self._quiet(event)
         match event:
             case RecordsFound():
                 return self._found(event, now)
@@ -320,8 +339,37 @@ class Restores:
         # Where a cell is whole, a lead may go on behind it.
         first = ends.start - 1 if pending.names.lead is not None and ends.start else ends.start
         boundaries = tuple(reversed(pending.digests[first : ends.stop]))
-        tenant = pending.names.tenant
-        return FindRecords(operation_id, tuple(asked), pending.deadline_s, boundaries, tenant)
+        tenant, ids = pending.names.tenant, tuple(asked)
+        peer = self._peer(pending, asked)
+        return FindRecords(operation_id, ids, pending.deadline_s, boundaries, tenant, peer)
+
+    def _peer(
+        self, pending: PendingRestore, asked: Mapping[bytes, sources.RecordQuery]
+    ) -> PeerPrefix | None:
+        """Return what of this look a peer may hold; None where nobody was named, or the session has
+        no name that the peer knows."""
+        event = pending.event
+        if event.lender is None or event.session_id is None:
+            return None
+        records = dict[bytes, PeerRecord]()
+        for id_, query in asked.items():
+            first = query.first
+            if first is None:
+                first = pending.names.cell_ending_at(query.end).first
+            records[id_] = PeerRecord(query.component, first, query.end)
+        tokens = pending.cap * self._block
+        left = tokens - pending.resident * self._block
+        prefill = self._costs.prices().prefill
+        return PeerPrefix(
+            lender=event.lender,
+            session_id=event.session_id,
+            parent=event.parent,
+            tokens=tokens,
+            digests=pending.digests,
+            records=records,
+            grid_blocks=pending.names.blocks,
+            compute_ms=prefill.ms(left, pending.resident * self._block),
+        )
 
     def _found(self, event: RecordsFound, now: float) -> Iterable[Effect]:
         """Take the catalogue's answer: ask on, or decide, and read what the plan wants."""
@@ -414,7 +462,7 @@ class Restores:
             return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
         pending.room = reserved
         pending.attempts += 1
-        pending.phase, operation_id = RestorePhase.FILLING, self._begin(pending)
+        pending.phase, operation_id = RestorePhase.BRINGING, self._begin(pending)
         wants = tuple(reading.want for reading in pending.readings)
         until_s = now + self._settings.restore_deadline_s
         return [FetchAndFill(turn_id, operation_id, wants, self._fillings(pending), until_s)]
@@ -431,10 +479,10 @@ class Restores:
     def _not_fetched(self, event: NotFetched, now: float) -> Iterable[Effect]:
         """Take a miss: plan again without what failed, or start the turn with what the device has,
         when it is late or attempts are used up."""
-        pending = self._answered(event.operation_id, RestorePhase.LOADING, RestorePhase.FILLING)
+        pending = self._answered(event.operation_id, RestorePhase.LOADING, RestorePhase.BRINGING)
         if pending is None:
             return ()
-        self._give_up_slots(pending)
+        self._give_up_slots(pending, now)
         pending.misses += 1
         if event.reason is MissReason.DEADLINE or now >= pending.deadline_s:
             return [self._start(pending, RestoreOutcome.LATE, now)]
@@ -447,12 +495,12 @@ class Restores:
     def _filled(self, event: Filled, now: float) -> Iterable[Effect]:
         """Commit the slots, which are written: the prefix enters the tree with all its components
         at once. The turn starts."""
-        pending = self._answered(event.operation_id, RestorePhase.FILLING)
+        pending = self._answered(event.operation_id, *WRITING)
         if pending is None:
             return ()
         assert pending.room is not None
         room, pending.room = pending.room, None
-        inserted = self._device.commit(room.ticket, signature(event.ids), now)
+        inserted = self._device.commit(room.ticket, _verified(pending.readings, event.ids), now)
         good = not isinstance(inserted, CacheRefused)
         outcome = RestoreOutcome.LOADED if good else RestoreOutcome.MISS
         return [self._start(pending, outcome, now)]
@@ -565,7 +613,6 @@ class Restores:
         pending.arrival = Arrival(
             tokens=pending.event.tokens[: way.position * TOKEN_BYTES],
             prefix_hash=pending.digests[way.position // self._block - 1],
-            digest=signature(reading.want.id for reading in pending.readings),
             points=tuple({r.end * self._block for r in pending.readings if r.is_point}),
             hashed=pending.hashed,
         )
@@ -589,20 +636,36 @@ class Restores:
             fillings.append(Filling(part, reading.component, slots))
         return tuple(fillings)
 
-    def _give_up_slots(self, pending: PendingRestore) -> None:
-        """Abort the reservation, if there is one. No write can follow: only a `Fill` writes, and it
-        is done before anything else."""
-        if pending.room is not None:
-            self._device.abort(pending.room.ticket)
-            pending.room = None
+    def _give_up_slots(self, pending: PendingRestore, now: float) -> None:
+        """Abort the reservation, if there is one. Its slots are free, unless an operation that was
+        handed them has not answered yet."""
+        if pending.room is None:
+            return
+        ticket, pending.room = pending.room.ticket, None
+        self._device.abort(ticket, now)
+        operation_id = pending.operation_id
+        if pending.phase in WRITING and operation_id in self._by_operation:
+            self.unquiet[operation_id] = ticket
+        else:
+            self._device.quiet(ticket)
+
+    def _quiet(self, event: Completion) -> Iterable[Effect]:
+        """Free the slots of a restore that was given up, now that its writer has answered."""
+        if isinstance(event, Filled | NotFetched):
+            self._device.quiet(self.unquiet.pop(event.operation_id))
+            self._operations.end(event.operation_id)
+        return ()
 
     def _abandon(
         self, pending: PendingRestore, outcome: RestoreOutcome, now: float
     ) -> list[Effect]:
-        self._give_up_slots(pending)
-        self._end(pending.operation_id)
+        operation_id = pending.operation_id
+        self._give_up_slots(pending, now)
+        self._by_operation.pop(operation_id, None)
+        if operation_id not in self.unquiet:
+            self._operations.end(operation_id)
         self._start(pending, outcome, now)
-        return [DropOperation(pending.operation_id)]
+        return [DropOperation(operation_id)]
 
     def _start(self, pending: PendingRestore, outcome: RestoreOutcome, now: float) -> Start:
         turn_id = pending.event.turn_id
@@ -626,11 +689,16 @@ class Restores:
         return max(0, pending.plan.chosen.position - pending.complete * self._block)
 
 
-def signature(ids: Iterable[bytes]) -> bytes:
-    """Return the digest by which the cache knows an arrival from the store: a SHA-256 over the ids
-    of its records, in order.
+def _verified(readings: Iterable[sources.RecordRead], ids: Iterable[bytes]) -> tuple[Verified, ...]:
+    """Return what was written, as the device's door wants it: by the ids of the records asked for,
+    and of those that were read.
 
     Each id binds model, tenant, prefix, component and tokens, and the store hands out bytes only
     with the digest written under that id (invariant 4).
     """
-    return hashlib.sha256(b"".join(ids)).digest()
+    return tuple(
+        Verified("", 0, 0, b"", found)
+        if reading is None
+        else Verified(reading.component, reading.first, reading.end, reading.want.id, found or b"")
+        for reading, found in zip_longest(readings, ids)
+    )

@@ -13,7 +13,7 @@ Abilities (plan.inputs) say what may be planned for a device; nothing here asks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -28,6 +28,7 @@ from ownerserve.cache.outcomes import (
     NoRoom,
     Shortage,
     SlotsReserved,
+    Verified,
 )
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
@@ -138,14 +139,19 @@ class Device(Protocol):
         none to be had."""
         ...
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
-        """Make the reserved slots count, which are written with the records that `digest` signs:
-        all of them, or nothing."""
+    def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
+        """Make the reserved slots count, which are written with `parts`: all of them, or
+        nothing."""
         ...
 
-    def abort(self, ticket: int) -> None:
-        """Give the reserved slots up: they are not written to any more, and nothing in them
-        counts."""
+    def abort(self, ticket: int, now: float) -> None:
+        """Give the reserved slots up: nothing in them counts. They may still be written to, and
+        are nobody else's, until `quiet`."""
+        ...
+
+    def quiet(self, ticket: int) -> None:
+        """Note that nobody writes into the slots of a reservation that was given up: they may be
+        used again."""
         ...
 
 
@@ -172,11 +178,13 @@ class OwnDevice:
     ) -> SlotsReserved | NoRoom | CacheRefused | Later:
         return self._cache.ingest.reserve(arrival, now)
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
-        return self._cache.ingest.commit(ticket, digest, now)
+    def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
+        return self._cache.ingest.commit(ticket, parts, now)
 
-    def abort(self, ticket: int) -> None:
-        self._cache.ingest.abort(ticket)
+    def abort(self, ticket: int, now: float) -> None:
+        self._cache.ingest.abort(ticket, now)
+
+    def quiet(self, ticket: int) -> None:
         self._cache.ingest.quiet(ticket)
 
 

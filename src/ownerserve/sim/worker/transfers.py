@@ -21,7 +21,14 @@ from functools import partial
 
 import msgspec
 
-from ownerserve.cache.outcomes import Arrival, Match, SlotsReserved
+from ownerserve.cache.outcomes import (
+    Arrival,
+    Match,
+    SlotsReserved,
+    Verified,
+    Writer,
+    WriterKind,
+)
 from ownerserve.kv.ids import Incarnation, PrefixHash
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.sim.timeline.heap import Heap, TimedCall
@@ -129,7 +136,7 @@ class Transfers:
             return
         tokens = wish.prompt[: held * TOKEN_BYTES]
         points = (held,) if target.point_bytes else ()
-        arrival = Arrival(tokens, prefix_name(tokens), _SIGNED, points, _CHAINED)
+        arrival = Arrival(tokens, prefix_name(tokens), points, _PEER, _CHAINED)
         target.settle(now)
         room = target.cache.ingest.reserve(arrival, now)
         if not isinstance(room, SlotsReserved):
@@ -142,10 +149,10 @@ class Transfers:
         late = TransferResult(TransferOutcome.LATE, held, 0, waited_s)
         overdue = self._heap.at(
             max(now, wish.asked_s + self._timeout_s),
-            partial(self._late, wish, room.ticket, late, coming),
+            partial(self._late, wish, room, late, coming),
         )
         landed = TransferResult(TransferOutcome.LANDED, held, count, waited_s)
-        coming.then = partial(self._landed, wish, room.ticket, landed, overdue)
+        coming.then = partial(self._landed, wish, room, landed, overdue)
 
     def _wait(self, wish: _Wish, now: float, *, is_first: bool) -> None:
         until_s = wish.asked_s + self._timeout_s
@@ -166,34 +173,56 @@ class Transfers:
             self._wait(wish, now, is_first=True)
 
     def _landed(
-        self, wish: _Wish, ticket: int, brought: TransferResult, overdue: TimedCall, now: float
+        self,
+        wish: _Wish,
+        room: SlotsReserved,
+        brought: TransferResult,
+        overdue: TimedCall,
+        now: float,
     ) -> None:
         overdue.cancel()
-        self._ended(wish, ticket, brought, now)
+        self._ended(wish, room, brought, now)
 
     def _late(
-        self, wish: _Wish, ticket: int, brought: TransferResult, coming: Stream, now: float
+        self,
+        wish: _Wish,
+        room: SlotsReserved,
+        brought: TransferResult,
+        coming: Stream,
+        now: float,
     ) -> None:
         """Give up what is not there in time: the rest of it is not sent."""
         moved = coming.give_up(now)
-        self._ended(wish, ticket, msgspec.structs.replace(brought, bytes=moved), now)
+        self._ended(wish, room, msgspec.structs.replace(brought, bytes=moved), now)
 
-    def _ended(self, wish: _Wish, ticket: int, brought: TransferResult, now: float) -> None:
+    def _ended(self, wish: _Wish, room: SlotsReserved, brought: TransferResult, now: float) -> None:
         target, died = wish.target, _who_died(wish)
         self.bytes += brought.bytes
         if died is not None:
             brought = msgspec.structs.replace(brought, landing=died)
         if brought.landing is TransferOutcome.LANDED:
-            target.cache.ingest.commit(ticket, _SIGNED, now)
+            target.cache.ingest.commit(room.ticket, _parts(target, room, brought.units), now)
         elif died is not TransferOutcome.LOST:
-            target.cache.ingest.abort(ticket)
-            target.cache.ingest.quiet(ticket)  # its writer is the model's own, and has stopped
+            target.cache.ingest.abort(room.ticket, now)
+            target.cache.ingest.quiet(room.ticket)  # its writer is the model's, and has stopped
         wish.then(brought, now)
         target.look(now)
 
 
-_SIGNED = bytes(32)
+_PEER = Writer(WriterKind.PEER)
+_MADE = b"modelled"
 """Modelled bytes are never wrong: faults of media are misses, and injected where they are read."""
+
+
+def _parts(target: SimWorker, room: SlotsReserved, end: int) -> tuple[Verified, ...]:
+    """Return what came, up to unit `end`: all that room was reserved for."""
+    layout = target.cache.layout
+    block = layout.block_tokens
+    ranges = [(name, room.start // block, end // block) for name in layout.range_names]
+    points = [
+        (name, at // block, at // block) for at, slots in room.points.items() for name in slots
+    ]
+    return tuple(Verified(*part, _MADE, _MADE) for part in (*ranges, *points))
 
 
 def _who_died(wish: _Wish) -> TransferOutcome | None:

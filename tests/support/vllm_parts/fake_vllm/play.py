@@ -212,6 +212,7 @@ class Play:
         status = self.engine.side.status()
         under_way = {name: status[name] for name in ("turns", "holds", "loads", "late_turns")}
         assert not any(under_way.values()), under_way
+        assert not self.engine.side.state.restores.unquiet, "a load that ended is waited for"
         assert not self.engine.oracle.open
         for _ in range(ROUNDS):  # given up while loading: freed when the load is over
             if not self.scheduler.requests:

@@ -329,7 +329,7 @@ class StepLoop:
                     called.set_result(self._answer(request))
             case AskCache(asked):
                 if asked.set_running_or_notify_cancel():
-                    asked.set_result(snapshot(self._cache, time.time()))
+                    asked.set_result(snapshot(self._cache, time.monotonic()))
             case AskInventory(after, wanted):
                 if wanted.set_running_or_notify_cancel():
                     life = self._identity.incarnation

@@ -443,6 +443,7 @@ class _CacheCollector(Collector):
         yield GaugeMetricFamily(
             "ownerserve_restorable_points", "Boundaries that lack nothing.", now.restorable_points
         )
+        yield from _holds(now)
         yield from _by_component(now)
 
 
@@ -464,6 +465,28 @@ def _by_component(now: Snapshot) -> Iterator[Metric]:
     ):
         family = GaugeMetricFamily(f"ownerserve_cache_{name}", about, labels=["component"])
         yield _labelled(family, values)
+
+
+def _holds(now: Snapshot) -> Iterator[Metric]:
+    """Yield what was given up and waits for its writer, by the kind of the writer."""
+    arrivals = GaugeMetricFamily(
+        "ownerserve_cache_held_arrivals",
+        "Arrivals that were given up, whose writer may still write.",
+        labels=["writer"],
+    )
+    yield _labelled(arrivals, {kind: level.arrivals for kind, level in now.holds.items()})
+    blocks = GaugeMetricFamily(
+        "ownerserve_cache_held_blocks",
+        "Range blocks that such arrivals keep from use.",
+        labels=["writer"],
+    )
+    yield _labelled(blocks, {kind: level.blocks for kind, level in now.holds.items()})
+    oldest = GaugeMetricFamily(
+        "ownerserve_cache_held_oldest_seconds",
+        "How long the oldest of them has waited: one that stays is a writer that was lost.",
+        labels=["writer"],
+    )
+    yield _labelled(oldest, {kind: level.oldest_s for kind, level in now.holds.items()})
 
 
 def _relief(counters: Counters) -> Iterator[Metric]:
@@ -492,7 +515,7 @@ def _sums(values: dict[str, tuple[str, int]]) -> Iterator[Metric]:
 
 
 def _labelled(
-    family: CounterMetricFamily | GaugeMetricFamily, values: dict[str, int]
+    family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]
 ) -> CounterMetricFamily | GaugeMetricFamily:
     for label, value in values.items():
         family.add_metric([label], value)

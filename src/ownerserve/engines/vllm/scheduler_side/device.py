@@ -23,6 +23,7 @@ from ownerserve.cache.outcomes import (
     Match,
     RestorablePoint,
     SlotsReserved,
+    Verified,
 )
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.ids import TurnId
@@ -42,6 +43,7 @@ class EngineDevice:
         self._hits: dict[TurnId, tuple[int, int]] = {}
         self._taken: dict[TurnId, int] = {}
         self._open: dict[int, Arrival] = {}
+        self._held: set[int] = set()
         self._tickets = count(1)
 
     @property
@@ -94,17 +96,23 @@ class EngineDevice:
         points = {at: dict.fromkeys(names, at) for at in arrival.points}
         return SlotsReserved(ticket, start, tuple(range(start // block, end // block)), points)
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
+    def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
         """End the reservation: the request goes on with what was written, and the engine's cache
         takes it from there."""
         arrival = self._open.pop(ticket)
-        if digest != arrival.digest:
+        if not parts or not all(part.is_as_stated for part in parts):
             return CacheRefused(CacheRefusal.DIGEST_MISMATCH)
         return Inserted(len(arrival.tokens) // TOKEN_BYTES, 0)
 
-    def abort(self, ticket: int) -> None:
-        """Forget a reservation; vLLM owns the blocks and takes them back itself."""
-        self._open.pop(ticket, None)
+    def abort(self, ticket: int, now: float) -> None:
+        """Give a reservation up. Its blocks are vLLM's, which does not use them again before the
+        workers have said that the load is over."""
+        del self._open[ticket]
+        self._held.add(ticket)
+
+    def quiet(self, ticket: int) -> None:
+        """Forget a reservation that was given up, whose load is over."""
+        self._held.remove(ticket)
 
 
 class Pinned(msgspec.Struct):

@@ -286,13 +286,16 @@ class SchedulerSide:
             self._discredit(turn)
             self._perform(self.state.handle(TurnGone(turn_id), _now()))
             return
-        before = len(self.pending.bringing)
+        before, effects = len(self.pending.bringing), list[Effect]()
         if turn.hit + tokens == turn.offer:
             self._device.took(turn_id, turn.hit)
-            self._perform(self.state.handle(DevicePlaced(turn_id), _now()))
+            effects = self.state.handle(DevicePlaced(turn_id), _now())
+            self._perform(effects)
         if len(self.pending.bringing) == before:  # vLLM waits for a word on this load
             self._counts["misplaced"] += 1
             self._perform(self.state.handle(TurnGone(turn_id), _now()))
+            for never in (one for one in effects if isinstance(one, FetchAndFill)):
+                self.state.handle(NotFetched(never.operation_id, MissReason.BUSY), _now())
             self.pending.fail(request.request_id)
 
     def build(self, output: Any) -> WorkerCommands:
