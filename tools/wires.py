@@ -66,7 +66,8 @@ ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 TRANSFER = "issue 20: layouts, movers and control are being built upon it"
 
 DEAD: dict[str, str] = {
-    "ownerserve.kv.regions.Region": TRANSFER,
+    "ownerserve.transfer.layout.joining.join": TRANSFER,
+    "ownerserve.transfer.layout.known.ring.rows_of": TRANSFER,
     "ownerserve.transfer.movers.port.Lender": TRANSFER,
     "ownerserve.transfer.movers.port.Mover": TRANSFER,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,

@@ -170,6 +170,16 @@ class Lane(msgspec.Struct, frozen=True):
         axes = zip(self.counts, self.strides, strict=True)
         return self.item_bytes + sum((count - 1) * stride for count, stride in axes)
 
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Return the first byte that a block of the part touches and the one after the last, from
+        where the block begins: with strides below zero the first is below it."""
+        steps = [
+            (count - 1) * stride for count, stride in zip(self.counts, self.strides, strict=True)
+        ]
+        low, high = (sum(end(step, 0) for step in steps) for end in (min, max))
+        return low, high + self.item_bytes
+
     def rows(self) -> tuple[tuple[tuple[int, int], ...], int]:
         """Return a block of the part as rows that lie in one piece on both sides: the axes that
         count them, each as (count, stride), and the bytes of a row."""

@@ -1,0 +1,345 @@
+"""Pieces of every layout, and from every layout to every other: byte for byte what a copy item by
+item comes to, within the region, and with no two runs that are one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ownerserve.kv.errors import InvalidInput, SpecMismatch
+from ownerserve.kv.frame import (
+    CONV,
+    CSA_MAIN,
+    DENSE,
+    ITEM_BYTES,
+    MLA,
+    RECURRENT,
+    WINDOW,
+    PayloadPart,
+    PayloadSection,
+)
+from ownerserve.transfer.layout.arrays import Pool
+from ownerserve.transfer.layout.heads import HEAD_AXIS
+from ownerserve.transfer.layout.joining import join
+from ownerserve.transfer.layout.known import LAYOUTS, ring
+from ownerserve.transfer.layout.places import RegionPlaces
+from ownerserve.transfer.vocabulary import FramePiece, Runs
+from tests.support.transfer.naive import WHERE, items
+
+BASE = 1 << 40
+"""Where all memory of these tests begins: a number, nothing is there."""
+ARTIFACT = b"a" * 32
+ATTENTION = ("combined", "headwise", "interleaved", "split", "tiled")
+OF_SECTION = {
+    DENSE: (*ATTENTION, "slots"),
+    WINDOW: ("ring", "slots"),
+    MLA: ("paged_rows", "slots"),
+    CSA_MAIN: ("paged_rows", "slots"),
+    CONV: ("states", "slots"),
+    RECURRENT: ("states", "slots"),
+}
+"""The layouts in which a section may be."""
+EACH = [(section, name) for section, names in OF_SECTION.items() for name in names]
+PAIRS = [
+    (section, one, other)
+    for section, names in OF_SECTION.items()
+    for one, other in itertools.product(names, names)
+]
+
+
+class Side(NamedTuple):
+    """One process's memory, and the blocks of an artifact in it."""
+
+    layout: str
+    pool: Pool
+    ids: list[int]
+    places: RegionPlaces
+    memory: np.ndarray
+
+    def runs(self, piece: FramePiece) -> Runs:
+        return self.places.runs(piece, [np.array(self.ids)])
+
+    def taken(self, runs: Runs) -> bytes:
+        """The bytes of runs, in their order."""
+        pairs = zip((runs.addresses - BASE).tolist(), runs.lengths.tolist(), strict=True)
+        return b"".join(self.memory[at : at + size].tobytes() for at, size in pairs)
+
+    def items(self, piece: FramePiece) -> list[tuple[int, int]]:
+        """Where in the memory each item of a piece is, and its bytes."""
+        section, found = self.pool.section, list[tuple[int, int]]()
+        before = self.pool.address - BASE
+        axis = HEAD_AXIS.get(section.name)
+        for unit in range(piece.first_unit, piece.end_unit):
+            for number, part in enumerate(section.parts):
+                for layer in range(piece.first_layer, piece.end_layer):
+                    places = items(self.layout, self.pool, self.ids, unit, number, layer)
+                    indices = itertools.product(*map(range, part.shape[1:]))
+                    for at, index in zip(places, indices, strict=True):
+                        if (
+                            not piece.end_head
+                            or axis is None
+                            or piece.first_head <= index[axis - 1] < piece.end_head
+                        ):
+                            found.append((before + at, ITEM_BYTES[part.dtype]))
+        return found
+
+
+def section_of(draw: st.DrawFn, name: str, rows: int) -> PayloadSection:
+    few, dtype = st.integers(1, 3), draw(st.sampled_from(("bfloat16", "float32", "uint8")))
+    layers, heads, dim = draw(few), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    if name in (DENSE, WINDOW):
+        shapes = dict.fromkeys(("keys", "values"), (layers, rows, heads, dim))
+    elif name == RECURRENT:
+        shapes = {"state": (layers, heads, dim, draw(few))}
+    elif name == CONV:
+        shapes = {"columns": (layers, dim, draw(few))}
+    else:
+        shapes = {"rows": (layers, rows, dim)}
+    parts = tuple(PayloadPart(part, shape, dtype) for part, shape in shapes.items())
+    return PayloadSection(name, parts)
+
+
+def side_of(draw: st.DrawFn, section: PayloadSection, layout: str, units: int) -> Side:
+    rows = section.parts[0].shape[1]
+    is_slot = layout in ("slots", "states")
+    tokens = (
+        1 if is_slot else draw(st.sampled_from([n for n in range(1, rows + 1) if not rows % n]))
+    )
+    each = 1 if is_slot else rows if layout == "ring" else rows // tokens
+    blocks = units * each + draw(st.integers(0, 5))
+    if draw(st.booleans()):
+        first = draw(st.integers(0, blocks - units * each))
+        ids = list(range(first, first + units * each))
+    else:
+        ids = draw(st.permutations(range(blocks)))[: units * each]
+    align = draw(st.sampled_from((1, 16, 48)))
+    pool = Pool(section, blocks, tokens, BASE + 16 * draw(st.integers(0, 3)), align)
+    region = LAYOUTS[layout](pool)
+    size = region.address - BASE + region.bytes
+    memory = np.random.default_rng(draw(st.integers(0, 99))).integers(0, 256, size, dtype=np.uint8)
+    return Side(layout, pool, ids, RegionPlaces(region), memory)
+
+
+@st.composite
+def cases(draw: st.DrawFn, section_name: str, *layouts: str) -> tuple[list[Side], FramePiece]:
+    units, rows = draw(st.integers(1, 4)), draw(st.sampled_from((1, 2, 4, 6, 32)))
+    section = section_of(draw, section_name, rows)
+    sides = [side_of(draw, section, layout, units) for layout in layouts]
+    first_unit = draw(st.integers(0, units - 1))
+    first_layer = draw(st.integers(0, section.layers - 1))
+    piece = FramePiece(
+        ARTIFACT,
+        first_unit,
+        draw(st.integers(first_unit + 1, units)),
+        first_layer,
+        draw(st.integers(first_layer + 1, section.layers)),
+    )
+    axis = HEAD_AXIS.get(section_name)
+    if axis is not None and draw(st.booleans()):
+        heads = section.parts[0].shape[axis]
+        first = draw(st.integers(0, heads - 1))
+        end = draw(st.integers(first + 1, heads))
+        piece = msgspec.structs.replace(piece, first_head=first, end_head=end)
+    return sides, piece
+
+
+def check_runs(side: Side, runs: Runs) -> None:
+    """No run leaves the region, none is empty, and neighbours that touch are one."""
+    region = side.places.region
+    assert runs.addresses.dtype == runs.lengths.dtype == np.int64
+    assert (runs.lengths > 0).all() and (runs.addresses >= region.address).all()
+    assert (runs.addresses + runs.lengths <= region.address + region.bytes).all()
+    assert (runs.addresses[:-1] + runs.lengths[:-1] != runs.addresses[1:]).all()
+
+
+@pytest.mark.parametrize(("section", "layout"), EACH)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_piece_is_what_its_items_are(section: str, layout: str, data: Any) -> None:
+    (side,), piece = data.draw(cases(section, layout))
+    runs = side.runs(piece)
+    check_runs(side, runs)
+    expected = [side.memory[at : at + size].tobytes() for at, size in side.items(piece)]
+    assert side.taken(runs) == b"".join(expected)
+
+
+@pytest.mark.parametrize(("section", "layout", "other"), PAIRS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_a_piece_goes_from_any_layout_into_any_other(
+    section: str, layout: str, other: str, data: Any
+) -> None:
+    (source, goal), piece = data.draw(cases(section, layout, other))
+    expected = goal.memory.copy()
+    for (here, size), (there, _) in zip(goal.items(piece), source.items(piece), strict=True):
+        expected[here : here + size] = source.memory[there : there + size]
+    copies = join(goal.runs(piece), source.runs(piece))
+    for there, here, size in zip(*copied(copies), strict=True):
+        goal.memory[here : here + size] = source.memory[there : there + size]
+    assert np.array_equal(goal.memory, expected)  # what is not of the piece is as it was
+    touching = (copies.source[:-1] + copies.lengths[:-1] == copies.source[1:]) & (
+        copies.goal[:-1] + copies.lengths[:-1] == copies.goal[1:]
+    )
+    assert not touching.any()
+
+
+@pytest.mark.parametrize(("section", "layout"), EACH)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_blocks_of_one_form_go_as_they_are(section: str, layout: str, data: Any) -> None:
+    (source,), piece = data.draw(cases(section, layout))
+    piece = msgspec.structs.replace(piece, first_head=0, end_head=0)
+    raw = msgspec.structs.replace(piece, form=source.places.form)
+    ids = data.draw(st.permutations(range(source.pool.blocks)))[: len(source.ids)]
+    goal = source._replace(ids=ids, memory=np.zeros_like(source.memory))
+    runs, theirs = goal.runs(raw), source.runs(raw)
+    check_runs(goal, runs)
+    assert len(theirs.lengths) <= len(source.runs(piece).lengths)
+    for there, here, size in zip(*copied(join(runs, theirs)), strict=True):
+        goal.memory[here : here + size] = source.memory[there : there + size]
+    assert goal.taken(goal.runs(piece)) == source.taken(source.runs(piece))
+    assert runs.bytes == goal.runs(piece).bytes  # no byte of padding went along
+
+
+def copied(copies: Any) -> tuple[list[int], list[int], list[int]]:
+    return (
+        (copies.source - BASE).tolist(),
+        (copies.goal - BASE).tolist(),
+        copies.lengths.tolist(),
+    )
+
+
+def dense(layers: int = 2, tokens: int = 32, heads: int = 2, dim: int = 4) -> PayloadSection:
+    shape = (layers, tokens, heads, dim)
+    return PayloadSection(
+        DENSE, (PayloadPart("keys", shape, "bfloat16"), PayloadPart("values", shape, "bfloat16"))
+    )
+
+
+def places(layout: str, section: PayloadSection, tokens: int, blocks: int = 8) -> RegionPlaces:
+    return RegionPlaces(LAYOUTS[layout](Pool(section, blocks, tokens, BASE)))
+
+
+def test_forms_tell_layouts_apart_and_not_where_they_lie() -> None:
+    forms = {
+        (layout, tokens): places(layout, dense(), tokens).form
+        for layout in ATTENTION
+        for tokens in (16, 32)
+    }
+    forms["slots", 32] = places("slots", dense(), 32).form
+    assert len(set(forms.values())) == len(forms)
+    assert places("headwise", dense(), 16, blocks=40).form == forms["headwise", 16]
+    assert places("headwise", dense(heads=1), 16).form != forms["headwise", 16]
+
+
+def test_raw_order_takes_whole_blocks_where_the_frame_has_rows() -> None:
+    piece, at = FramePiece(ARTIFACT, 0, 2, 0, 2), places("headwise", dense(), 32)
+    ids = [np.array([5, 1])]
+    in_frame = at.runs(piece, ids)
+    raw = at.runs(msgspec.structs.replace(piece, form=at.form), ids)
+    assert set(in_frame.lengths.tolist()) == {4 * 2}
+    assert raw.lengths.tolist() == [32 * 2 * 2 * 4 * 2] * 4  # a layer's block each
+
+
+def test_a_pool_of_whole_slots_is_one_run_where_slots_touch() -> None:
+    at = places("slots", dense(), 32)
+    runs = at.runs(FramePiece(ARTIFACT, 0, 4, 0, 2), [np.array([2, 3, 4, 7])])
+    unit = dense().unit_bytes
+    assert runs.addresses.tolist() == [BASE + 2 * unit, BASE + 7 * unit]
+    assert runs.lengths.tolist() == [3 * unit, unit]
+
+
+def test_two_tables_name_the_blocks_of_their_layers() -> None:
+    region = LAYOUTS["combined"](Pool(dense(layers=3), 8, 16, BASE))
+    at = RegionPlaces(msgspec.structs.replace(region, groups=(0, 1, 0)))
+    tables = [np.array([0, 1]), np.array([5, 3])]
+    runs = at.runs(FramePiece(ARTIFACT, 0, 1, 0, 3), tables)
+    alone = [
+        places("combined", dense(layers=3), 16).runs(
+            FramePiece(ARTIFACT, 0, 1, layer, layer + 1), [tables[layer == 1]]
+        )
+        for layer in range(3)
+    ]
+    keys = [one.addresses[: len(one.addresses) // 2].tolist() for one in alone]
+    values = [one.addresses[len(one.addresses) // 2 :].tolist() for one in alone]
+    assert runs.addresses.tolist() == list(itertools.chain(*keys, *values))
+
+
+def test_slots_that_count_backwards_are_found() -> None:
+    region = LAYOUTS["slots"](Pool(dense(), 4, 32, BASE))
+    size = dense().unit_bytes
+    turned = tuple(
+        tuple(
+            msgspec.structs.replace(lane, address=lane.address + 3 * size, block_bytes=-size)
+            for lane in lanes
+        )
+        for lanes in region.lanes
+    )
+    at = RegionPlaces(msgspec.structs.replace(region, lanes=turned))
+    runs = at.runs(FramePiece(ARTIFACT, 0, 1, 0, 2), [np.array([1])])
+    assert (runs.addresses.tolist(), runs.lengths.tolist()) == ([BASE + 2 * size], [size])
+
+
+@pytest.mark.parametrize(
+    ("changes", "ids"),
+    [
+        ({"end_unit": 3}, [0, 1, 2, 3]),
+        ({"first_unit": 1, "end_unit": 1}, [0, 1, 2, 3]),
+        ({"end_layer": 3}, [0, 1, 2, 3]),
+        ({"first_layer": 2}, [0, 1, 2, 3]),
+        ({"end_head": 3}, [0, 1, 2, 3]),
+        ({"form": b"f" * 32}, [0, 1, 2, 3]),
+        ({}, [0, 1, 2, 8]),
+        ({}, [0, -1, 2, 3]),
+    ],
+)
+def test_what_is_not_there_is_refused(changes: dict[str, Any], ids: list[int]) -> None:
+    piece = msgspec.structs.replace(FramePiece(ARTIFACT, 0, 2, 0, 2), **changes)
+    with pytest.raises(InvalidInput):
+        places("combined", dense(), 16).runs(piece, [np.array(ids)])
+
+
+def test_raw_order_has_all_heads() -> None:
+    at = places("combined", dense(), 16)
+    piece = FramePiece(ARTIFACT, 0, 1, 0, 2, first_head=0, end_head=1, form=at.form)
+    with pytest.raises(InvalidInput, match="form"):
+        at.runs(piece, [np.array([0, 1])])
+
+
+@pytest.mark.parametrize("change", ["shorter", "other lanes", "no whole blocks"])
+def test_a_region_that_contradicts_itself_is_refused(change: str) -> None:
+    region = LAYOUTS["combined"](Pool(dense(), 8, 16, BASE))
+    broken = {
+        "shorter": msgspec.structs.replace(region, bytes=region.bytes - 1),
+        "other lanes": msgspec.structs.replace(region, lanes=region.lanes[:1]),
+        "no whole blocks": msgspec.structs.replace(region, section=dense(tokens=24)),
+    }[change]
+    with pytest.raises(SpecMismatch):
+        RegionPlaces(broken)
+
+
+def test_sides_of_two_lengths_are_no_copy() -> None:
+    at = places("combined", dense(), 16)
+    one = at.runs(FramePiece(ARTIFACT, 0, 1, 0, 2), [np.array([0, 1, 2, 3])])
+    two = at.runs(FramePiece(ARTIFACT, 0, 2, 0, 2), [np.array([0, 1, 2, 3])])
+    with pytest.raises(SpecMismatch):
+        join(one, two)
+
+
+def test_a_window_lies_in_a_ring_of_rows() -> None:
+    blocks = np.array([7, 3, 9])
+    rows = ring.rows_of(blocks, block_tokens=4, position=10, window_rows=3)
+    # Positions 7, 8, 9 go to rows 1, 2, 0: token 9 is the second of block 9.
+    assert rows.tolist() == [9 * 4 + 1, 3 * 4 + 3, 9 * 4 + 0]
+    with pytest.raises(InvalidInput):
+        ring.rows_of(blocks, block_tokens=4, position=2, window_rows=3)
+
+
+def test_every_known_layout_is_tested() -> None:
+    assert LAYOUTS.keys() == WHERE.keys() == {layout for _, layout in EACH}
