@@ -42,6 +42,7 @@ from ownerserve.kv.wire.headers import (
     TURN_HEADER,
     AnswerLine,
     AnswerRead,
+    LenderAddress,
     TurnLine,
     encode_turn_line,
     read_answer_line,
@@ -249,12 +250,16 @@ _LINE, _ENGINE_LINE = TURN_HEADER.encode(), ENGINE_SESSION_HEADER.encode()
 
 
 def turn_line_of(
-    dispatch: Dispatch, asked: IdentifiedRequest, session: RoutedSession | None
+    dispatch: Dispatch,
+    asked: IdentifiedRequest,
+    session: RoutedSession | None,
+    *,
+    lender: LenderAddress | None = None,
 ) -> TurnLine:
     """Make the line that tells the worker whose turn this is and for which worker.
 
     Another life of the worker refuses it (seed 003, v2). `session`: what is known of it, who owned
-    it at which version.
+    it at which version. `lender`: who holds more of the prompt, from whom it is to be brought.
     """
     return TurnLine(
         name=dispatch.session,
@@ -264,6 +269,7 @@ def turn_line_of(
         epoch=None if session is None else session.epoch,
         version=None if session is None or session.grant is None else session.grant.version,
         target=dispatch.decision.worker.unit,
+        bring_from=lender,
     )
 
 

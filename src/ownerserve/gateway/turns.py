@@ -261,7 +261,9 @@ class Route:
 
     def line(self, asked: IdentifiedRequest) -> TurnLine:
         """Make the line that tells the worker of the turn, by what is known now."""
-        return turn_line_of(self.dispatch, asked, self._turns.session_of(self.dispatch))
+        turns, dispatch = self._turns, self.dispatch
+        lender = turns.lines.lender_of(dispatch.decision)
+        return turn_line_of(dispatch, asked, turns.session_of(dispatch), lender=lender)
 
     @property
     def leg_lines(self) -> bytes:

@@ -211,6 +211,24 @@ def abort_amid_a_replay(worker: Any, *, asks: list[dict[str, Any]]) -> bool:
     return is_amid
 
 
+def preempt_amid_a_replay(worker: Any, *, asks: list[dict[str, Any]], most: int = 50) -> bool:
+    """Submit requests, and once a part of a replay is computed let vLLM find no free block until it
+    has preempted a request there; whether it has."""
+    worker.do_submit_all(asks)
+    if not step_into_a_replay(worker):
+        return False
+    pool = worker.scheduler.kv_cache_manager.block_pool
+    for _ in range(most):
+        taken = pool.get_new_blocks(pool.get_num_free_blocks())
+        worker.do_run_steps(1)
+        pool.free_blocks(taken)
+        if worker.interruptions["preempted_in_replay"]:
+            return True
+        if not step_into_a_replay(worker):
+            return False
+    return False
+
+
 def evict_windows(worker: Any) -> int:
     """vLLM's pool takes every cached block of a window, as other requests would; how many."""
     from vllm.v1.core.kv_cache_utils import get_group_id

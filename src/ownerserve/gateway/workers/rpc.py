@@ -46,6 +46,7 @@ from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.framed import AsyncFramedClient
+from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
@@ -127,6 +128,22 @@ class WorkerLines:
         """Return the line to a worker; None when there is none."""
         return self._lines.get(worker)
 
+    def lender_of(self, decision: Decision) -> LenderAddress | None:
+        """Return the worker that holds what the decision wants brought; None where that is nobody,
+        or it can't be reached from the target: an address on loopback is of use to who is there."""
+        source = None if decision.source is None else decision.source.worker
+        if source is None or source is decision.worker:
+            return None
+        unit, target = source.unit, decision.worker.unit
+        if unit is None or target is None:
+            return None
+        lending, reading = self.of(unit.worker), self.of(target.worker)
+        if lending is None or reading is None:
+            return None
+        if lending.is_on_loopback != reading.is_on_loopback:
+            return None
+        return LenderAddress(unit, lending.address)
+
     def close(self) -> None:
         """Close all lines and ask nobody any more."""
         for line in self._lines.values():
@@ -147,6 +164,8 @@ class WorkerLine:
         asked: Counter[str],
     ) -> None:
         self.stated, self.address = stated, address
+        host, _ = parse_endpoint(address, field="rpc", mend="")
+        self.is_on_loopback = is_loopback(host)
         self._counts = counts
         self._asked = asked
         self.holds_places = True

@@ -36,6 +36,8 @@ Owns the names, and the encoding and decoding of both lines; nobody else spells 
 | target | [worker, rank, incarnation]: whom the turn was sent to; another life refuses it |
 | reservation | the place that the worker's admission holds for the turn |
 | judged | true: an append that was sent unasked; the worker refuses it before any work |
+| bring_from | [[worker, rank, incarnation], RPC address]: who holds more of the prompt, as far |
+| | as the gateway knows; the target reads that from it, where it comes in time |
 
 vLLM hands its scheduler one free text of a request, x-session-id: `session_id_of` puts the name
 there, with `;final` behind it on the last turn, and `read_session_id` takes it apart again.
@@ -107,6 +109,7 @@ PRICED_HEADER = "x-ownerserve-priced"
 WAIT_HEADER = "x-ownerserve-wait"
 
 LINE_BYTES_MAX = 4096
+ADDRESS_MAX = 256
 _encoder = msgspec.json.Encoder()
 
 
@@ -124,6 +127,14 @@ _NAME = re.compile(rf"[0-9a-f]{{{NAME_DIGITS}}}")
 _Name = Annotated[str, msgspec.Meta(pattern=rf"^[0-9a-f]{{{NAME_DIGITS}}}\Z")]
 
 
+class LenderAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A lender's address says which unit holds state that another may read, and where its node's
+    RPC port is."""
+
+    unit: RoutingUnit
+    address: Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_MAX)]
+
+
 class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_only=True):
     """A turn's line is what a worker is told of a turn beside its body."""
 
@@ -136,6 +147,7 @@ class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_onl
     target: RoutingUnit | None = None
     reservation: int | None = None
     judged: bool = False
+    bring_from: LenderAddress | None = None
 
 
 class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
@@ -150,6 +162,7 @@ class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
     target: RoutingUnit | None = None
     reservation: Annotated[int, msgspec.Meta(ge=0)] | None = None
     judged: bool = False
+    bring_from: LenderAddress | None = None
 
 
 NO_TURN_LINE = TurnLine()
@@ -192,6 +205,7 @@ def decode_turn_line(value: str) -> TurnLine:
         target=found.target,
         reservation=found.reservation,
         judged=found.judged,
+        bring_from=found.bring_from,
     )
 
 

@@ -170,7 +170,38 @@ class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
     request_id: str = ""
 
 
-RpcRequest = AskLine | ListHeld | Status | Probe | Reserve | Commit | Release | ReleaseSession
+class AskPrefix(msgspec.Struct, frozen=True, tag="ask_prefix", omit_defaults=True):
+    """AskPrefix asks, node to node, what of the session's first `tokens` tokens could be lent now;
+    where the session is not known, of its parent's. `PrefixIs` answers it; nothing is held."""
+
+    session_id: SessionId
+    tokens: int
+    parent: SessionId | None = None
+
+
+class AskLender(msgspec.Struct, frozen=True, tag="ask_lender", omit_defaults=True):
+    """AskLender has a frame of transfer.control.messages for the node that lends, from `reader`.
+    Artifacts are looked for among the first `tokens` tokens of the session, or of its parent."""
+
+    frame: bytes
+    reader: RoutingUnit
+    session_id: SessionId | None = None
+    parent: SessionId | None = None
+    tokens: int = 0
+
+
+RpcRequest = (
+    AskLender
+    | AskLine
+    | AskPrefix
+    | ListHeld
+    | Status
+    | Probe
+    | Reserve
+    | Commit
+    | Release
+    | ReleaseSession
+)
 
 
 class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
@@ -194,7 +225,33 @@ class PageIs(msgspec.Struct, frozen=True, tag="page_is"):
     page: Page
 
 
-RpcAnswer = LineIs | PageIs | StatusIs | Admit | Reject | Reserved | Committed | Released
+class PrefixIs(msgspec.Struct, frozen=True, tag="prefix_is", omit_defaults=True):
+    """PrefixIs answers `AskPrefix`: `tokens` from the beginning are on the device, in whole blocks,
+    whose prefix hash is `tip`, and point state at each of `points` (tokens, ascending)."""
+
+    tokens: int
+    points: tuple[int, ...] = ()
+    tip: bytes = b""
+
+
+class LenderSays(msgspec.Struct, frozen=True, tag="lender_says"):
+    """LenderSays answers `AskLender`, with a frame of transfer.control.messages."""
+
+    frame: bytes
+
+
+RpcAnswer = (
+    LenderSays
+    | LineIs
+    | PageIs
+    | PrefixIs
+    | StatusIs
+    | Admit
+    | Reject
+    | Reserved
+    | Committed
+    | Released
+)
 Said = RpcAnswer | Cancelled
 """What an asker hears; an engine gives an `RpcAnswer`."""
 

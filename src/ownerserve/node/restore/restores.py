@@ -26,7 +26,7 @@ free when that operation's own answer comes, however late, and if none comes, ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from itertools import zip_longest
 from math import inf
@@ -66,6 +66,8 @@ from ownerserve.node.vocabulary.events import (
     NotFetched,
     Offer,
     OperationId,
+    PeerPrefix,
+    PeerRecord,
     RecordsFound,
     RestoreOutcome,
     RestoreReport,
@@ -337,8 +339,37 @@ class Restores:
         # Where a cell is whole, a lead may go on behind it.
         first = ends.start - 1 if pending.names.lead is not None and ends.start else ends.start
         boundaries = tuple(reversed(pending.digests[first : ends.stop]))
-        tenant = pending.names.tenant
-        return FindRecords(operation_id, tuple(asked), pending.deadline_s, boundaries, tenant)
+        tenant, ids = pending.names.tenant, tuple(asked)
+        peer = self._peer(pending, asked)
+        return FindRecords(operation_id, ids, pending.deadline_s, boundaries, tenant, peer)
+
+    def _peer(
+        self, pending: PendingRestore, asked: Mapping[bytes, sources.RecordQuery]
+    ) -> PeerPrefix | None:
+        """Return what of this look a peer may hold; None where nobody was named, or the session has
+        no name that the peer knows."""
+        event = pending.event
+        if event.lender is None or event.session_id is None:
+            return None
+        records = dict[bytes, PeerRecord]()
+        for id_, query in asked.items():
+            first = query.first
+            if first is None:
+                first = pending.names.cell_ending_at(query.end).first
+            records[id_] = PeerRecord(query.component, first, query.end)
+        tokens = pending.cap * self._block
+        left = tokens - pending.resident * self._block
+        prefill = self._costs.prices().prefill
+        return PeerPrefix(
+            lender=event.lender,
+            session_id=event.session_id,
+            parent=event.parent,
+            tokens=tokens,
+            digests=pending.digests,
+            records=records,
+            grid_blocks=pending.names.blocks,
+            compute_ms=prefill.ms(left, pending.resident * self._block),
+        )
 
     def _found(self, event: RecordsFound, now: float) -> Iterable[Effect]:
         """Take the catalogue's answer: ask on, or decide, and read what the plan wants."""

@@ -30,7 +30,9 @@ from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
     NEWS_WAIT_MS,
     NO_NONCE,
+    AskLender,
     AskLine,
+    AskPrefix,
     Cancel,
     Cancelled,
     ListHeld,
@@ -251,7 +253,7 @@ class RpcServer:
                 return min(max(2 * self._step_s(), RESERVE_MIN_S), RESERVE_MAX_S)
             case ListHeld(wait_ms=wait_ms):
                 return ANSWER_S + min(wait_ms, NEWS_WAIT_MS) / 1e3
-            case Probe() | Status() | AskLine():
+            case Probe() | Status() | AskLine() | AskPrefix() | AskLender():
                 return ANSWER_S
             case _:
                 return NEVER_S

@@ -30,7 +30,7 @@ from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.state import NodeState
-from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart
+from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart, PeerTier
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import (
     DropOperation,
@@ -141,6 +141,10 @@ class NodeRuntime:
         if journal is not None and journal.found:
             self.handle(Remembered(journal.found), time.monotonic())
 
+    def add_peers(self, peers: PeerTier) -> None:
+        """Bring from other workers too; call it before the node runs."""
+        self._backing.add_peers(peers)
+
     # -- the engine's side ---------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[TurnId]:
@@ -162,6 +166,8 @@ class NodeRuntime:
         if (lost := self._backing.tiers.losses.take()) is not None:
             started += self.handle(lost, now)
         self.calibration.observe(_taken(self._backing.tiers.timings))
+        if (peers := self._backing.tiers.peers) is not None:
+            self.calibration.observe(_taken(peers.timings))
         self.calibration.save_if_due(now)
         started += self.handle(Tick(), now)
         return started
@@ -239,9 +245,11 @@ class NodeRuntime:
             match effect:
                 case Start(turn_id):
                     started.append(turn_id)
-                case FindRecords(operation_id, ids, deadline_s, boundaries, tenant):
+                case FindRecords(operation_id, ids, deadline_s, boundaries, tenant, peer):
                     until_s = time.time() + deadline_s - now  # the store's clock is the wall's
-                    look = partial(self._backing.tiers.sighted, ids, boundaries, tenant=tenant)
+                    look = partial(
+                        self._backing.tiers.sighted, ids, boundaries, tenant=tenant, peer=peer
+                    )
                     ticket = self._store.submit_look(look, deadline_s=until_s)
                     self._asked[operation_id] = (ticket, effect)
                 case Fetch(operation_id, wants, deadline_s):
@@ -363,7 +371,12 @@ SAVE_WITHIN_S = 5.0
 UNMEASURED = Defaults(
     "assumed for an unmeasured engine",
     Coefficients(5.0, 0.1, 1e-6),
-    {Tier.HOST: Medium(0.05, 4e6), Tier.DISK: Medium(0.5, 1e6), Tier.REMOTE: Medium(8.0, 1e5)},
+    {
+        Tier.HOST: Medium(0.05, 4e6),
+        Tier.PEER: Medium(2.0, 1e6),
+        Tier.DISK: Medium(0.5, 1e6),
+        Tier.REMOTE: Medium(8.0, 1e5),
+    },
 )
 """A small CPU's order of magnitude; the first turns replace it."""
 

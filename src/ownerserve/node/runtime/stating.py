@@ -17,10 +17,13 @@ from ownerserve.plan.cost.prices import PREFILL, STEP
 def actions_of(tiers: Collection[Tier]) -> tuple[str, ...]:
     """Return what a worker with these tiers can do as the one that runs the turn, sorted.
 
-    Nobody offers `artifact_fetch`, `state_migration` or `remote_prefill` yet: no worker sends.
+    Who brings from peers offers a move too: the state comes with the turn, and its owner lets the
+    session go behind it. Nobody offers `remote_prefill` yet.
     """
     actions = {PlacementAction.COLOCATED_PREFILL, PlacementAction.DECODE_CONTINUATION}
-    if tiers:
+    if Tier.PEER in tiers:
+        actions |= {PlacementAction.ARTIFACT_FETCH, PlacementAction.STATE_MIGRATION}
+    if set(tiers) - {Tier.PEER}:
         actions.add(PlacementAction.TAIL_RECOMPUTE)
     return tuple(sorted(actions))
 

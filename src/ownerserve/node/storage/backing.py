@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Lock, Thread
+from typing import Protocol
 
 import msgspec
 
@@ -23,7 +24,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
 from ownerserve.node.storage.limits import STANDARD, UPKEEP_S, StoreLimits
 from ownerserve.node.storage.media import DEFAULT_WRITE, open_remote, write_policy
-from ownerserve.node.vocabulary.events import RecordsLost
+from ownerserve.node.vocabulary.events import PeerPrefix, RecordsLost
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.tier import DiskTier, StoreUnavailable
@@ -33,7 +34,9 @@ from ownerserve.store.format.model import (
     Listed,
     Meta,
     ReadHit,
+    ReadMiss,
     ReadOutcome,
+    ReadPart,
     Want,
     WriteOutcome,
 )
@@ -66,10 +69,30 @@ class ListedPart(Listed, frozen=True):
 
 
 class Sighting(msgspec.Struct, frozen=True, gc=False):
-    """A `Sighting` is a record that some tier has, and the nearest medium that has it."""
+    """A `Sighting` is a record that some tier has, and the nearest medium that has it. `listed`
+    None: a peer is said to hold it."""
 
-    listed: Listed
+    listed: Listed | None
     near: Tier
+
+
+class PeerTier(Protocol):
+    """A `PeerTier` has what other workers hold (node.transfers.peers). Its calls wait, and are made
+    on the store's threads; `timings` has what each read took."""
+
+    timings: deque[Loaded]
+
+    def look(self, prefix: PeerPrefix) -> frozenset[bytes]:
+        """Return which records of the prefix its peer could lend: a hint."""
+        ...
+
+    def has(self, ids: Sequence[bytes]) -> frozenset[bytes]:
+        """Return which of `ids` a peer is said to hold."""
+        ...
+
+    def read(self, wants: Sequence[Want]) -> ReadOutcome:
+        """Bring the wants, verified, or give a miss."""
+        ...
 
 
 def _part(record: Listed, units: int, boundary: bytes) -> ListedPart:
@@ -101,6 +124,8 @@ class NodeTiers(TieredStore):
         self.timings: deque[Loaded] = deque(maxlen=256)
         self.record_value_ms: dict[bytes, float] = {}
         self.losses = RecordLosses()
+        self.peers: PeerTier | None = None
+        """`peers` are other workers that lend; None: nobody is asked."""
         for tier in tiers:
             if isinstance(tier, Telling):
                 tier.on_removed = self.losses.add
@@ -123,13 +148,22 @@ class NodeTiers(TieredStore):
         return {**self._inside(boundaries, tenant), **self.find(ids)}
 
     def sighted(
-        self, ids: Sequence[bytes], boundaries: Sequence[bytes], *, tenant: bytes = SHARED
+        self,
+        ids: Sequence[bytes],
+        boundaries: Sequence[bytes],
+        *,
+        tenant: bytes = SHARED,
+        peer: PeerPrefix | None = None,
     ) -> Mapping[bytes, Sighting]:
-        """Return what `look` finds, and where each is nearest. It waits for media, so it is not for
-        the engine's thread."""
+        """Return what `look` finds, and where each is nearest, and what else `peer` could lend. It
+        waits for media and peers, so it is not for the engine's thread."""
         found = self.look(ids, boundaries, tenant=tenant)
         near = self.nearest(found)
-        return {id_: Sighting(record, near[id_]) for id_, record in found.items()}
+        seen = {id_: Sighting(record, near[id_]) for id_, record in found.items()}
+        if peer is not None and self.peers is not None:
+            for id_ in self.peers.look(peer):
+                seen.setdefault(id_, Sighting(None, Tier.PEER))
+        return seen
 
     def _inside(self, boundaries: Sequence[bytes], tenant: bytes) -> dict[bytes, Listed]:
         try:
@@ -147,8 +181,13 @@ class NodeTiers(TieredStore):
         return {}
 
     def read(self, wants: Sequence[Want], landing: BufferSource | None = None) -> ReadOutcome:
-        """Read as any tiered store does, and note the time when all of it came from one tier."""
+        """Read as any tiered store does, and note the time when all of it came from one tier. What
+        no tier has is brought from the peer that is said to hold it."""
         media = self.media([want.id for want in wants])
+        if self.peers is not None and len(media) < len(wants):
+            away = [want for want in wants if want.id not in media]
+            if self.peers.has([want.id for want in away]):
+                return self._read_both(wants, away, landing)
         started_s = time.perf_counter()
         outcome = super().read(wants, landing)
         took_ms = (time.perf_counter() - started_s) * 1e3
@@ -157,6 +196,24 @@ class NodeTiers(TieredStore):
             count = sum(len(part.data) for part in outcome.parts)
             self.timings.append(Loaded(origins.pop(), count, took_ms))
         return outcome
+
+    def _read_both(
+        self, wants: Sequence[Want], away: Sequence[Want], landing: BufferSource | None
+    ) -> ReadOutcome:
+        """Read what is here, then bring what is `away`: nothing is moved for a read that fails."""
+        assert self.peers is not None
+        here = [want for want in wants if want not in away]
+        parts: dict[Want, ReadPart] = {}
+        if here:
+            read = super().read(here, landing)
+            if isinstance(read, ReadMiss):
+                return read
+            parts.update(zip(here, read.parts, strict=True))
+        brought = self.peers.read(away)
+        if isinstance(brought, ReadMiss):
+            return brought
+        parts.update(zip(away, brought.parts, strict=True))
+        return ReadHit(tuple(parts[want] for want in wants), str(Tier.PEER))
 
     def nearest(self, found: Iterable[bytes]) -> dict[bytes, Tier]:
         """Return where each of `found`, which are all somewhere, is nearest. The lowest tier is not
@@ -207,6 +264,11 @@ class Backing:
         self.upkeep = Upkeep(tiers, upkeep_s)
         self.service = StoreService(self.tiers, WallClock())
         self.upkeep.start()
+
+    def add_peers(self, peers: PeerTier) -> None:
+        """Bring from other workers too; call it before the node runs."""
+        self.tiers.peers = peers
+        self.sizes[Tier.PEER] = None
 
     def close(self) -> None:
         """Finish what is in the air and let another writer in. Each step ends in its time: tiers

@@ -7,8 +7,9 @@ number, late, twice or not at all. Data only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,6 +17,7 @@ from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
+from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.vocabulary.records import Inside, Tip
 from ownerserve.plan.inputs import Backlog
 from ownerserve.plan.outcome import Basis, RestorePlan
@@ -40,6 +42,8 @@ class TurnArrived(msgspec.Struct, frozen=True):
     """The digests of `tokens`, where somebody has made them before; the node's from now on."""
     parent: SessionId | None = None
     """The session that this one was forked from: it stands on what the parent has left."""
+    lender: LenderAddress | None = None
+    """Who holds more of the prompt, by the gateway's word."""
 
 
 class RecordsFound(msgspec.Struct, frozen=True):
@@ -202,16 +206,41 @@ Event = (
 # ---- effects
 
 
+class PeerRecord(NamedTuple):
+    """A peer's record is blocks [first, end) of a component, or its point at `end` where the two
+    are equal."""
+
+    component: str
+    first: int
+    end: int
+
+
+class PeerPrefix(msgspec.Struct, frozen=True, eq=False):
+    """A `PeerPrefix` is what a peer may hold of a turn's prompt: `records` of its first `tokens`
+    tokens by id, cut by a grid of `grid_blocks`, whose blocks have the `digests`. It is looked for
+    at its session, or its parent; to compute all of it takes some `compute_ms`."""
+
+    lender: LenderAddress
+    session_id: SessionId
+    parent: SessionId | None
+    tokens: int
+    digests: Sequence[PrefixHash]
+    records: Mapping[bytes, PeerRecord]
+    grid_blocks: int
+    compute_ms: float
+
+
 class FindRecords(msgspec.Struct, frozen=True):
     """Effect: ask the catalogue which of `ids` are stored and where, and which of `tenant`'s
     records hold the first of `boundaries` that any record holds: a branch shares only the beginning
-    of those."""
+    of those. `peer`: a peer is asked too for what of `ids` it could lend."""
 
     operation_id: OperationId
     ids: tuple[bytes, ...]
     deadline_s: float
     boundaries: tuple[bytes, ...] = ()
     tenant: bytes = SHARED
+    peer: PeerPrefix | None = None
 
 
 class Fetch(msgspec.Struct, frozen=True):

@@ -39,7 +39,9 @@ from ownerserve.engines.hf.scheduling.step import RequestRejected
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
+    AskLender,
     AskLine,
+    AskPrefix,
     Commit,
     ListHeld,
     Probe,
@@ -112,11 +114,18 @@ class Call(msgspec.Struct, frozen=True):
     answer: Future[RpcAnswer]
 
 
+class Work(msgspec.Struct, frozen=True):
+    """Command: do this with the cache, between two steps."""
+
+    run: Callable[[], object]
+    answer: Future[object]
+
+
 class StopLoop(msgspec.Struct, frozen=True):
     """Command: end the thread."""
 
 
-Command = Submit | Abort | LivenessProbe | AskCache | AskInventory | Call | StopLoop
+Command = Submit | Abort | LivenessProbe | AskCache | AskInventory | Call | Work | StopLoop
 
 
 class EngineDead(RuntimeError):
@@ -227,6 +236,8 @@ class TurnAdmission:
                 raise AssertionError("the loop answers it")
             case AskLine():
                 return Reject(WorkerRefusal.MALFORMED)  # each answer of this engine says it
+            case AskPrefix() | AskLender():
+                return Reject(WorkerRefusal.MALFORMED)  # nothing is lent here
 
     def standing(self) -> Standing:
         """Return what seeds are judged by: a copy that any thread may read."""
@@ -435,6 +446,13 @@ class AsyncEngine:
             answer.set_result(probe_seed(request.wanted, self.standing))
             return answer
         self._steps.inbox.put(Call(request, answer))
+        return answer
+
+    def between_steps(self, work: Callable[[], object]) -> Future[object]:
+        """Have `work` done on the engine's thread, between two steps; any thread may call. Raises
+        EngineDead."""
+        answer: Future[object] = Future()
+        self._steps.inbox.put(Work(work, answer))
         return answer
 
     def _run(self) -> None:

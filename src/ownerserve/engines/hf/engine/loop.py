@@ -35,6 +35,7 @@ from ownerserve.engines.hf.engine.commands import (
     StopLoop,
     Submit,
     TurnAdmission,
+    Work,
 )
 from ownerserve.engines.hf.metrics.prometheus import WorkerMetrics
 from ownerserve.engines.hf.metrics.status import (
@@ -327,6 +328,9 @@ class StepLoop:
             case Call(request, called):
                 if called.set_running_or_notify_cancel():
                     called.set_result(self._answer(request))
+            case Work(run, done):
+                if done.set_running_or_notify_cancel():
+                    done.set_result(run())
             case AskCache(asked):
                 if asked.set_running_or_notify_cancel():
                     asked.set_result(snapshot(self._cache, time.monotonic()))
@@ -611,7 +615,7 @@ class StepLoop:
         for request_id in dict.fromkeys(waiting):
             self._emit(request_id, RequestFailed(WorkerRefusal.ENGINE_DEAD, because))
         for command in left:
-            if not isinstance(command, LivenessProbe | AskCache | AskInventory | Call):
+            if not isinstance(command, LivenessProbe | AskCache | AskInventory | Call | Work):
                 continue
             answer = command.answer
             if answer.running() or (not answer.done() and answer.set_running_or_notify_cancel()):

@@ -20,7 +20,12 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch
 from ownerserve.kv.prefix import SALTED_VOCABULARY
-from ownerserve.kv.wire.headers import ENGINE_SESSION_HEADER, RESERVATION_HEADER, TurnLine
+from ownerserve.kv.wire.headers import (
+    ENGINE_SESSION_HEADER,
+    RESERVATION_HEADER,
+    LenderAddress,
+    TurnLine,
+)
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -117,7 +122,8 @@ class TurnHeaders(msgspec.Struct, frozen=True):
     with it; `is_judged`: it is an append that nobody asked about; `is_named`: a gateway named the
     session, which can be owned then; `parent` is the session that it was forked from, `group` names
     sessions that share a head, `epoch` is the highest that is known of its owner, `version` how
-    many turns its owners are known to have finished."""
+    many turns its owners are known to have finished, `bring_from` who lends what it holds
+    of the prompt."""
 
     session_id: str | None = None
     is_final: bool = False
@@ -128,6 +134,7 @@ class TurnHeaders(msgspec.Struct, frozen=True):
     group: str = ""
     epoch: Epoch | None = None
     version: int = 0
+    bring_from: LenderAddress | None = None
 
 
 def parse_body(data: bytes, body_type: type[B]) -> B:
@@ -216,6 +223,7 @@ def make_request(
         version=turn.version,
         reservation=turn.reservation,
         is_judged=turn.is_judged,
+        bring_from=turn.bring_from,
         cache_salt=_salt(body, facts),
     )
 
@@ -246,6 +254,7 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> Tu
             group=line.group or "",
             epoch=line.epoch,
             version=line.version or 0,
+            bring_from=line.bring_from,
         )
     session_id = headers.get(ENGINE_SESSION_HEADER)
     if session_id and len(session_id) > MAX_SESSION_ID:

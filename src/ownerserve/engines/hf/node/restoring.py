@@ -324,7 +324,13 @@ class WithNode:
         self._turns[turn_id] = _Turn(session, count, backlog, now)
         self._scheduler.hold(turn_id)
         event = TurnArrived(
-            turn_id, session, prompt.tokens, backlog, hashed=prompt.hashed, parent=request.parent
+            turn_id,
+            session,
+            prompt.tokens,
+            backlog,
+            hashed=prompt.hashed,
+            parent=request.parent,
+            lender=request.bring_from,
         )
         self._start(self._node.handle(event, now))
 

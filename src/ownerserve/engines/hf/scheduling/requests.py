@@ -13,6 +13,7 @@ import msgspec
 
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, ExecutionMode
+from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.vocabulary.chains import PromptPrefix
 
@@ -66,7 +67,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `reservation` is the place that admission holds for it; None: it comes without one. One that
     `is_judged` is refused at its arrival when it would wait for long; others take their chance.
     `prefix`: the prompt's digests, where somebody has made them on the way. State is shared by
-    those of one `cache_salt` alone, and by those who have none.
+    those of one `cache_salt` alone, and by those who have none. `bring_from` is who lends
+    what it holds of the prompt.
     """
 
     request_id: str
@@ -83,6 +85,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
     reservation: int | None = None
     is_judged: bool = False
+    bring_from: LenderAddress | None = None
     prefix: PromptPrefix | None = None
     cache_salt: str = ""
 
