@@ -67,6 +67,7 @@ TRANSFER = "issue 20: layouts, movers and control are being built upon it"
 
 DEAD: dict[str, str] = {
     "ownerserve.transfer.layout.joining.join": TRANSFER,
+    "ownerserve.transfer.layout.shards.asks": TRANSFER,
     "ownerserve.transfer.layout.known.ring.rows_of": TRANSFER,
     "ownerserve.transfer.movers.port.Lender": TRANSFER,
     "ownerserve.transfer.movers.port.Mover": TRANSFER,

@@ -4,9 +4,9 @@
                    keys beside values, or heads outside of tokens
     raw order      a unit span by span, and in a span block by block, each in the memory's order
 
-A `RawSpan` is lanes that fill one stretch of a block without a gap, so raw order has the same bytes as
-the frame's, none of padding or of another's. Lanes that do so with nobody are a span each, without
-bytes of its own, and lie as in the frame.
+A `RawSpan` is lanes that fill one stretch of a block without a gap, so raw order has the same bytes
+as the frame's, none of padding or of another's. Lanes that do so with nobody are a span each,
+without bytes of its own, and lie as in the frame.
 """
 
 from __future__ import annotations
