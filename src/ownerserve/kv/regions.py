@@ -11,6 +11,8 @@ reservation (cache.ingest) keeps it.
 from __future__ import annotations
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from ownerserve.kv.errors import SpecMismatch
 from ownerserve.kv.frame import Lane, PayloadSection
@@ -84,3 +86,14 @@ class Region(msgspec.Struct, frozen=True):
         return self.address <= first and lane.address + max(0, last) + end <= self.address + (
             self.bytes
         )
+
+
+def blocks_of(lane: Lane, memory: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """Return the bytes of the lane's first `count` blocks as a view [count, *counts, item bytes] of
+    `memory`, in which the lane's address is a place. They lie within it: Region.check says so."""
+    found: NDArray[np.uint8] = np.lib.stride_tricks.as_strided(
+        memory[lane.address :],
+        (count, *lane.counts, lane.item_bytes),
+        (lane.block_bytes, *lane.strides, 1),
+    )
+    return found

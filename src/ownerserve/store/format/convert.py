@@ -10,7 +10,8 @@ A payload is units of `block_tokens` tokens; a unit holds, for each layer, a pag
 What may differ between the layout that is stored and the one that is wanted is what can be
 undone without knowing the bytes: how many entries share a page, the padding after them, the byte
 order of a uniform scalar, and the engine's version while its layout's version is the same. All
-else is refused. docs/format.md has the table. All but `read_converted` is pure.
+else is refused. docs/format.md has the table. How a payload is laid out is a region's lanes
+(kv.regions), as an engine's memory is. All but `read_converted` is pure.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import msgspec
 import numpy as np
 
 from ownerserve.kv.errors import UNREADABLE
+from ownerserve.kv.frame import Lane, PayloadPart, PayloadSection
+from ownerserve.kv.regions import Region, blocks_of
 from ownerserve.store.format.model import (
     ArtifactKind,
     Listed,
@@ -99,6 +102,23 @@ class PayloadLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def unit_bytes(self) -> int:
         """Return the bytes of one unit: a page for each layer."""
         return self.layers * self.page_bytes
+
+    def region(self, units: int) -> Region:
+        """Return where a payload of so many units has each layer's entries, from its own begin on.
+        The frame that they are compared in has no padding, and scalars little-endian."""
+        size, is_big = self.scalar_bytes, self.byte_order is ByteOrder.BIG and self.scalar_bytes > 1
+        counts: tuple[int, ...] = (self.entries, self.entry_bytes)
+        strides: tuple[int, ...] = (self.entry_bytes, 1)
+        if self.scalar_bytes:
+            counts = (self.entries, self.entry_bytes // size, size)
+            strides = (self.entry_bytes, size, -1 if is_big else 1)
+        lanes = tuple(
+            Lane(layer * self.page_bytes + is_big * (size - 1), self.unit_bytes, counts, strides, 1)
+            for layer in range(self.layers)
+        )
+        shape = (self.layers, self.entries, self.entry_bytes)
+        section = PayloadSection(FORM, (PayloadPart("entries", shape, "uint8"),))
+        return Region(section, (lanes,), units, 0, units * self.unit_bytes)
 
     def encode(self) -> bytes:
         """Return the descriptor's bytes in a record's header; equal layouts have equal bytes."""
@@ -201,23 +221,20 @@ def convert(
     count = source.end - source.first
     if count < 1 or len(payload) != count * stored.unit_bytes:
         return Unconvertible.WRONG_LENGTH
-    pages = np.frombuffer(payload, np.uint8).reshape(count, stored.layers, stored.page_bytes)
-    entries = pages[:, :, : stored.entries * stored.entry_bytes]
-    # Layer by layer, so that entries of neighbouring units lie side by side.
-    apart = entries.reshape(count, stored.layers, stored.entries, stored.entry_bytes)
-    rows = apart.transpose(1, 0, 2, 3).reshape(stored.layers, -1, stored.entry_bytes)
     skip = target.first * wanted.entries - source.first * stored.entries
     units = target.end - target.first
-    if skip < 0 or skip + units * wanted.entries > rows.shape[1]:
+    rows = slice(skip, skip + units * wanted.entries)
+    if skip < 0 or rows.stop > count * stored.entries:
         return Unconvertible.UNALIGNED
-    rows = rows[:, skip : skip + units * wanted.entries]
-    if stored.byte_order is not wanted.byte_order:
-        scalars = rows.reshape(*rows.shape[:2], -1, stored.scalar_bytes)
-        rows = scalars[..., ::-1].reshape(rows.shape)
-    used_bytes = wanted.entries * wanted.entry_bytes
-    out = np.zeros((units, wanted.layers, wanted.page_bytes), np.uint8)  # padding is zeros
-    out[:, :, :used_bytes] = rows.reshape(stored.layers, units, used_bytes).transpose(1, 0, 2)
-    return out.reshape(-1).data
+    out = np.zeros(units * wanted.unit_bytes, np.uint8)  # padding is zeros
+    whole = np.frombuffer(payload, np.uint8)
+    own, goal = stored.region(count), wanted.region(units)
+    for there, here in zip(own.lanes[0], goal.lanes[0], strict=True):
+        into = blocks_of(here, out, units)
+        # A layer's entries of neighbouring units, side by side.
+        entries = blocks_of(there, whole, count).reshape(-1, *into.shape[2:])
+        into[:] = entries[rows].reshape(into.shape)
+    return out.data
 
 
 def read_converted(
