@@ -48,6 +48,16 @@ class Runs(msgspec.Struct, frozen=True, eq=False):
         return int(self.lengths.sum())
 
 
+class Road(msgspec.Struct, frozen=True, gc=False):
+    """A `Road` is a kind of mover, as control must know it: `is_fenced` as `Mover` says it, and
+    whether its reads are signed: the source sees each, and asks for the ticket before it says that
+    the read was good. After reads that are not, the reader asks `More` before it commits."""
+
+    name: str
+    is_fenced: bool
+    is_signed: bool
+
+
 class ReadFailure(StrEnum):
     """A `ReadFailure` says why a read brought nothing that counts. Labels of metrics."""
 

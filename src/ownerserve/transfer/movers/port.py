@@ -29,6 +29,12 @@ class Mover(Protocol):
         """Tell whether no byte is written after a read's end."""
         ...
 
+    @property
+    def is_signed(self) -> bool:
+        """Tell whether a ReadLanded says that the ticket stood after the last byte was read. If
+        not, it counts only once the asker's `More`, asked after it, was told that it stands."""
+        ...
+
     def start(self, read: Read) -> None:
         """Begin the read. Its end comes from `ended`, by its deadline."""
         ...
@@ -48,7 +54,8 @@ class Mover(Protocol):
 
     def close(self) -> None:
         """End all reads as CANCELLED, and every thread. Returns when no byte can be written any
-        more, or (not fenced) when all that is unproven has been told."""
+        more, or (not fenced) when all that is unproven has been told. What `ended` has not told
+        yet it still tells; the descriptor is closed, and what is started ends CANCELLED."""
         ...
 
 
