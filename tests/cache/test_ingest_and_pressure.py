@@ -166,7 +166,7 @@ def test_slots_of_a_lost_writer_stay_on_hold_until_it_is_quiet() -> None:
     driver.now = 7.0
     holds = snapshot(driver.cache, driver.now).holds
     assert holds == {"store": HoldLevel(), "peer": HoldLevel(1, 3, 0, 7.0)}
-    driver.cache.ingest.quiet(got.ticket)
+    driver.quiet(got.ticket)
     assert snapshot(driver.cache, driver.now).holds["peer"] == HoldLevel()
     assert isinstance(driver.arrive(blocks_of(4, 5)), SlotsReserved)
     with pytest.raises(InvalidInput, match="not on hold"):

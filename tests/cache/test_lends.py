@@ -4,13 +4,17 @@ ticket stands, and nothing is left of it afterwards."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
 
 import pytest
 
 from ownerserve.cache.hetero import parts_of
 from ownerserve.cache.metrics import snapshot
 from ownerserve.cache.outcomes import Begun, NoRoom
+from ownerserve.cache.pools.slot_pools import SlotPool
 from ownerserve.cache.pressure import Spill, Watermarks
+from ownerserve.cache.tree.prefix_tree import PrefixTree
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId
 from tests.support.cache.cache_driver import DENSE, B, Driver, blocks_of
@@ -98,6 +102,19 @@ def test_a_duplicate_seal_frees_nothing_under_a_reader() -> None:
     readers.end(ticket)
     driver.evict(100)
     assert driver.cache.occupancy.blocks.used == 0
+
+
+def test_spares_are_no_part_of_the_last_row() -> None:
+    driver = Driver(DENSE, blocks=14)
+    readers = Readers(driver)
+    for name in ("first", "second"):
+        assert isinstance(driver.begin(name, blocks_of(1, 2, 3, tail=1)), Begun)
+    reserved(driver, "second")
+    ticket = readers.lend_turn("second", idle_s=LONG_S)
+    assert driver.prefill("first") and driver.prefill("second")
+    row = list(driver.cache.table(TurnId("second")).range["kv"])
+    driver.abort("second")
+    assert driver.cache.lends.blocks_of(ticket, 0, 9) == row and len(row) == 4
 
 
 def test_two_readers_of_one_block_both_end_before_it_is_free() -> None:
@@ -258,6 +275,117 @@ def test_a_spill_ends_for_a_turn_that_needs_its_room() -> None:
     assert not pressure.reads(spill.ticket, 100.0), "its slots are somebody else's"
     pressure.spill_failed(spill.ticket)
     driver.check()
+
+
+def test_a_ticket_says_where_what_it_covers_lies() -> None:
+    driver = Driver(blocks=24, points=8)
+    prompts = blocks_of(1, 2, 3, tail=1), blocks_of(1, 5, tail=1)
+    for number, prompt in enumerate(prompts):
+        driver.turn(str(number), prompt)
+    lends = driver.cache.lends
+    ticket = lends.lend(prompts, driver.now, idle_s=LONG_S)
+    for prefix, prompt in enumerate(prompts):
+        resident = driver.cache.residents.prefix(prompt)
+        deep = resident.blocks
+        slots = list(resident.range_slots(0, deep))
+        assert lends.blocks_of(ticket, 0, deep, prefix=prefix) == slots
+        assert lends.blocks_of(ticket, 1, deep, prefix=prefix) == slots[1:]
+        assert lends.blocks_of(ticket, deep - 1, deep + 5, prefix=prefix) == slots[-1:]
+        assert lends.points_of(ticket, prefix=prefix) == {deep: resident.point_slots(deep)}
+    assert lends.blocks_of(ticket, 0, 1, prefix=2) == [] and not lends.points_of(ticket, prefix=2)
+    lends.end(ticket)
+    assert lends.blocks_of(ticket, 0, 1) == [] and not lends.points_of(ticket)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_where_private_blocks_lie_is_known_after_their_turn(
+    end: Callable[[Driver, str], object],
+) -> None:
+    driver = Driver(DENSE, blocks=12)
+    readers = Readers(driver)
+    running(driver, "t", 1, 2, 3, 4, upto=2 * B + 3)
+    row = reserved(driver, "t")
+    ticket = readers.lend_turn("t", idle_s=LONG_S)
+    assert driver.cache.lends.blocks_of(ticket, 1, 9) == row[1:]
+    end(driver, "t")
+    assert driver.cache.lends.blocks_of(ticket, 0, 9) == row
+    assert driver.cache.lends.blocks_of(ticket, 3, 4) == row[3:4]
+
+
+def test_a_ticket_stands_no_more_before_anything_of_it_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever asks on another thread after its read hears of the end before the block changes."""
+    driver = Driver(blocks=24, points=8)
+    readers = Readers(driver)
+    assert isinstance(driver.begin("t", blocks_of(1, 2, tail=1)), Begun)
+    ticket = readers.lend_turn("t", idle_s=LONG_S)
+    assert driver.prefill("t", upto=B + 5)
+    driver.abort("t")
+    stood: list[bool] = []
+    for owner, name in ((SlotPool, "give"), (PrefixTree, "unlock"), (PrefixTree, "cool")):
+        before = getattr(owner, name)
+
+        def spied(self: object, *given: object, call: Callable[..., object] = before) -> object:
+            stood.append(driver.cache.lends.stands(ticket))
+            return call(self, *given)
+
+        monkeypatch.setattr(owner, name, spied)
+    assert driver.cache.lends.stands(ticket)
+    driver.cache.lends.end(ticket)
+    assert len(stood) >= 2 and not any(stood)
+
+
+def test_a_reader_on_another_thread_signs_nothing_that_changed() -> None:
+    """It reads, asks, and signs; the cache's thread ends tickets and has others write there."""
+    driver = Driver(DENSE, blocks=8)
+    lends, memory = driver.cache.lends, driver.memory
+    wrong: list[bytes] = []
+    jobs: SimpleQueue[tuple[int, int, bytes] | None] = SimpleQueue()
+    over: SimpleQueue[None] = SimpleQueue()
+
+    def reader() -> None:
+        while (job := jobs.get()) is not None:
+            ticket, slot, expected = job
+            while True:
+                seen = memory["kv", slot]
+                if not lends.stands(ticket):
+                    break
+                if seen != expected:
+                    wrong.append(seen)
+            over.put(None)
+
+    thread = Thread(target=reader)
+    thread.start()
+    for number in range(200):
+        prompt = blocks_of(number % 7, tail=1)
+        driver.turn(f"{number}", prompt)
+        ticket = lends.lend((prompt,), driver.now, idle_s=LONG_S)
+        [slot] = lends.blocks_of(ticket, 0, 1)
+        jobs.put((ticket, slot, memory["kv", slot]))
+        lends.end(ticket)
+        memory["kv", slot] = b"another's"
+        over.get()
+        driver.memory["kv", slot] = prompt[:64]
+    jobs.put(None)
+    thread.join()
+    assert not wrong
+
+
+def test_a_ticket_ends_by_the_clock_while_nothing_runs() -> None:
+    driver = Driver(DENSE, blocks=8)
+    prompt = blocks_of(1, 2, tail=1)
+    driver.turn("1", prompt)
+    lends = driver.cache.lends
+    assert lends.next_due() is None
+    ticket = lends.lend((prompt,), driver.now, idle_s=5.0)
+    assert lends.next_due() == 5.0
+    lends.read(ticket, 3.0)
+    lends.expire(5.0)
+    assert lends.stands(ticket) and lends.next_due() == 8.0
+    lends.expire(8.0)
+    assert not lends.stands(ticket) and lends.next_due() is None
+    assert driver.evict(100) == 2
 
 
 def test_only_a_running_turn_is_lent_as_a_turn() -> None:

@@ -7,11 +7,29 @@ import pytest
 from ownerserve.cache.ingest import HoldLevel
 from ownerserve.cache.metrics import snapshot
 from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import pack
 from ownerserve.node.vocabulary.events import NotFetched, RestoreOutcome, Tick, TurnGone
+from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.store.format.model import MissReason
 from tests.support.node.node_driver import B, NodeDriver
 
 LONG = list(range(10 * B + 5))
+
+
+@pytest.mark.parametrize("below", [NodeSettings(record_blocks=4), NodeSettings(below=frozenset())])
+def test_a_ticket_that_nobody_reads_ends_while_the_node_is_idle(below: NodeSettings) -> None:
+    """No turn comes and no room is short: its own time brings the tick that ends it."""
+    driver = NodeDriver(settings=below)
+    if below.below:
+        driver.turn(LONG, session=None)
+    driver.idle(1.0)
+    ticket = driver.cache.lends.lend((pack(LONG),), driver.now, idle_s=5.0)
+    assert driver.state.next_due() == driver.now + 5.0
+    driver.now += 5.0
+    driver.handle(Tick())
+    assert not driver.cache.lends.stands(ticket)
+    assert snapshot(driver.cache, driver.now).pools["main"].protected == 0
+    driver.check()
 
 
 def writing(driver: NodeDriver) -> TurnId:

@@ -10,8 +10,10 @@ it as it seals, and covers its private blocks too, for who reads them layer by l
 turn gives back (aborted, preempted, finished, spares of a duplicate seal) wait for the ticket.
 A fork adds a lock of its own, and no ticket follows it.
 
-A reader asks `read` after each read: what was read counts only if the ticket stood. A lend never
-keeps room from a turn (invariant 7): a turn that finds none revokes tickets, the oldest first.
+A reader asks after each read, and what was read counts only if the ticket stood: `read` on the
+cache's thread, `stands` on any other. A lend never keeps room from a turn (invariant 7): a turn
+that finds none revokes tickets, the oldest first. Whoever runs the cache calls `expire` when
+`next_due` has come, also while it is idle.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ from ownerserve.kv.prefix import Packed
 class Ticket(msgspec.Struct, eq=False):
     """A ticket stands until `until_s`, which each read puts off to `idle_s` after it.
 
-    `locks` keep paths and `points` their point state; `turn_id` is the running turn that it
-    follows, if any, whose path is the first of the locks. `withheld` are blocks which that turn
-    gave back.
+    `locks` keep paths, one for each prefix that was lent, and `points` their point state; `turn_id`
+    is the running turn that it follows, if any, whose path is the first of the locks. `withheld`
+    are blocks which that turn gave back, the last of them (from `tail` on) those that came behind
+    its sealed path when it ended.
     """
 
     number: int
@@ -46,6 +49,7 @@ class Ticket(msgspec.Struct, eq=False):
     points: list[ResumeDepth]
     turn_id: TurnId | None = None
     withheld: list[int] = []
+    tail: int = 0
 
 
 class Lends:
@@ -108,9 +112,18 @@ class Lends:
         ticket.until_s = now + ticket.idle_s
         return True
 
+    def stands(self, number: int) -> bool:
+        """Tell whether the ticket is not over yet. Any thread may ask, and it puts nothing off.
+
+        A reader on another thread asks behind each read: True, and all that it read until it asked
+        is what was lent. A ticket leaves the table before anything that it kept is given back
+        (`end`), and looking a number up in the table is one step that no other thread cuts in two.
+        """
+        return number in self._standing
+
     def end(self, number: int) -> None:
         """Let go what the ticket kept: its reader is done. One that is over already is no error."""
-        ticket = self._standing.pop(number, None)
+        ticket = self._standing.pop(number, None)  # before all else: other threads ask `stands`
         if ticket is None:
             return
         for stop in ticket.points:
@@ -129,7 +142,44 @@ class Lends:
             del self._withheld[slot]
         self._pools.blocks.give(free)
 
+    # -- what a ticket covers ------------------------------------------------------------------
+
+    def blocks_of(self, number: int, first: int, end: int, *, prefix: int = 0) -> list[int]:
+        """Return the slots, the same in every range component, of blocks [first, end) of the
+        ticket's `prefix`-th prefix: as many of them as it covers, none when it is over.
+
+            of a turn that is followed    |== sealed path ==|-- private --|    its present row
+            of one that has ended         |== sealed path ==|-- withheld -|    its last row
+        """
+        ticket = self._standing.get(number)
+        if ticket is None or not 0 <= prefix < len(ticket.locks):
+            return []
+        lock = ticket.locks[prefix]
+        if ticket.turn_id is not None and not prefix:
+            return self._running[ticket.turn_id].row[first:end]
+        row = prefix_tree.row(lock.node, lock.depth)
+        if not prefix:
+            row += ticket.withheld[ticket.tail :]
+        return row[first:end]
+
+    def points_of(self, number: int, *, prefix: int = 0) -> dict[int, dict[str, int]]:
+        """Return the point state that the ticket holds on its `prefix`-th prefix: by depth, in
+        blocks, the slot of each component."""
+        ticket = self._standing.get(number)
+        if ticket is None or not 0 <= prefix < len(ticket.locks):
+            return {}
+        lock, names = ticket.locks[prefix], self._pools.layout.point_names
+        return {
+            stop.depth: stop.point_slots(names)
+            for stop in ticket.points
+            if stop.depth <= lock.depth and prefix_tree.locate(lock.node, stop.depth) is stop.node
+        }
+
     # -- room ----------------------------------------------------------------------------------
+
+    def next_due(self) -> float | None:
+        """Return when `expire` has something to look at next; None: no ticket stands."""
+        return None if self._next_end_s == inf else self._next_end_s
 
     def expire(self, now: float) -> None:
         """End the tickets whose time is over. O(1) while none can be."""
@@ -187,6 +237,7 @@ class Lends:
         for ticket in followers:
             self._hold(ticket, prefix_tree.complete_stop(run.lock.node, run.sealed))
             ticket.turn_id = None
+            ticket.tail = len(ticket.withheld) - (len(run.row) - run.sealed)
 
     def _give_back(self, run: Running, blocks: list[int]) -> None:
         """Return private blocks to their pool, or have them wait for who reads them."""

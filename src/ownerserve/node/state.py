@@ -237,6 +237,7 @@ class NodeState:
                 self.inventory.forget(session_id)
             case Tick():
                 self.cache.sessions.expire(now)
+                self.cache.lends.expire(now)
                 effects = self.pressure_relief.tick(now)
                 self.on_device.tick()
                 return effects
@@ -246,6 +247,7 @@ class NodeState:
         if now - self._repriced_s >= REPRICE_S:
             self._reprice(now)
         self.cache.sessions.expire(now)
+        self.cache.lends.expire(now)
         effects = self.restores.overdue(now)
         for event in self.room_queue.let_on(now):
             effects += self._restore(event, now)
@@ -286,7 +288,10 @@ class NodeState:
         bring work."""
         if not self._has_tiers:
             is_due = self.cache.pressure.is_due or self.on_device.is_due
-            return 0.0 if is_due else self.cache.sessions.next_due()
+            if is_due:
+                return 0.0
+            ends = (self.cache.sessions.next_due(), self.cache.lends.next_due())
+            return min((at for at in ends if at is not None), default=None)
         if self.on_device.is_due:
             return 0.0
         soonest_s = inf
@@ -297,6 +302,7 @@ class NodeState:
             self.prefetches.next_due,
             self.restores.next_deadline,
             self.cache.sessions.next_due,
+            self.cache.lends.next_due,
             self.room_queue.next_due,
         ):
             due_s = next_due()

@@ -114,7 +114,7 @@ class Driver:
         self.live: dict[TurnId, Live] = {}
         self.finished: dict[SessionId, tuple[Finished, bytes]] = {}
         self.tickets: dict[int, tuple[Arrival, SlotsReserved]] = {}
-        self.held: list[int] = []
+        self.held: dict[int, SlotsReserved] = {}
         self.resident: set[bytes] = set()
         self.sealed: set[bytes] = set()
         self.evicted_before = 0
@@ -455,9 +455,22 @@ class Driver:
         return done
 
     def give_up(self, ticket: int) -> None:
-        del self.tickets[ticket]
+        _, self.held[ticket] = self.tickets.pop(ticket)
         self.cache.ingest.abort(ticket, self.now)
-        self.held.append(ticket)
+        self.check()
+
+    def write_late(self, ticket: int) -> None:
+        """The writer of an arrival that was given up goes on."""
+        reserved = self.held[ticket]
+        written = [(name, slot) for name in self.layout.range_names for slot in reserved.blocks]
+        written += [place for slots in reserved.points.values() for place in slots.items()]
+        self.memory |= dict.fromkeys(written, GARBAGE)
+        self.check()
+
+    def quiet(self, ticket: int) -> None:
+        """It has stopped."""
+        del self.held[ticket]
+        self.cache.ingest.quiet(ticket)
         self.check()
 
     # -- the oracle ----------------------------------------------------------------------------
@@ -481,7 +494,7 @@ class Driver:
         if self.is_filling:
             return
         evicted = self.cache.counters.evicted_tokens // B
-        if not self.sealed and evicted == self.evicted_before:
+        if not self.sealed and evicted == self.evicted_before and not self.held:
             return
         before = self.resident | self.sealed
         self.sealed = set()

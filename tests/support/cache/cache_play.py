@@ -63,6 +63,7 @@ class Play:
         "arrive": 1,
         "land": 1,
         "give_up": 1,
+        "write_late": 2,
         "relieve": 1,
         "end_spill": 1,
         "divide": 3,
@@ -88,8 +89,8 @@ class Play:
             (self.driver.finish if self.pick(2) else self.driver.abort)(name)
         for ticket in list(self.driver.tickets):
             self.driver.give_up(ticket)
-        for ticket in self.driver.held:
-            self.cache.ingest.quiet(ticket)
+        for ticket in list(self.driver.held):
+            self.driver.quiet(ticket)
         while self.spills:
             self.end_spill()
         self.readers.look()
@@ -273,9 +274,14 @@ class Play:
     def give_up(self) -> None:
         for ticket in sorted(self.driver.tickets)[:1]:
             self.driver.give_up(ticket)
-        if self.driver.held and self.pick(2):
-            self.cache.ingest.quiet(self.driver.held.pop())
-            self.driver.check()
+
+    def write_late(self) -> None:
+        """What was given up is written all the same, and now and then it is the last write."""
+        if self.driver.held:
+            ticket = sorted(self.driver.held)[self.pick(len(self.driver.held))]
+            self.driver.write_late(ticket)
+            if self.pick(2):
+                self.driver.quiet(ticket)
 
     def relieve(self) -> None:
         tier = ("", "host")[self.pick(2)]

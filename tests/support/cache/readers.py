@@ -17,8 +17,10 @@ Slot = tuple[str, int]
 class Reader:
     """What one ticket covers."""
 
-    def __init__(self, live: Live | None = None) -> None:
+    def __init__(self, live: Live | None = None, tokens: bytes = b"") -> None:
         self.live = live  # the turn that it follows, if any
+        self.turn = live
+        self.tokens = tokens  # what it was lent, if it follows none
         self.seen = set() if live is None else set(live.kept)
         self.noted: dict[Slot, bytes] = {}
 
@@ -34,7 +36,7 @@ class Readers:
         driver = self.driver
         resident = driver.cache.residents.prefix(tokens)
         ticket = driver.cache.lends.lend((tokens,), driver.now, idle_s=idle_s)
-        reader = self.lent[ticket] = Reader()
+        reader = self.lent[ticket] = Reader(tokens=tokens[: resident.blocks * BLOCK_BYTES])
         for number, slot in enumerate(resident.range_slots(0, resident.blocks)):
             for name in driver.layout.range_names:
                 reader.noted[name, slot] = tokens[: (number + 1) * BLOCK_BYTES]
@@ -84,6 +86,26 @@ class Readers:
                 assert grows, f"{name} {slot} is lent and was written"
                 reader.noted[name, slot] = now
             self._note_turn(reader)
+            self._look_up(ticket, reader)
+
+    def _look_up(self, ticket: int, reader: Reader) -> None:
+        """Where the ticket says that its blocks and points lie is just what its reader reads."""
+        driver, lends, turn = self.driver, self.driver.cache.lends, reader.turn
+        tokens = reader.tokens
+        if turn is not None:  # in a replay it has range state of more than it has computed
+            tokens = turn.tokens[: max(turn.position, turn.write_floor) * 4]
+        whole = len(tokens) // BLOCK_BYTES
+        assert lends.stands(ticket)
+        for first, end in ((0, whole), (whole // 2, whole)):
+            slots = lends.blocks_of(ticket, first, end)
+            assert len(slots) == end - first, "a block that is lent has no place"
+            for number, slot in enumerate(slots, first):
+                for name in driver.layout.range_names:
+                    prefix = tokens[: (number + 1) * BLOCK_BYTES]
+                    assert driver.memory[name, slot] == prefix, "the place of another block"
+        for depth, point in lends.points_of(ticket).items():
+            for name, slot in point.items():
+                assert driver.memory[name, slot] == tokens[: depth * BLOCK_BYTES]
 
     def _note_turn(self, reader: Reader) -> None:
         driver = self.driver

@@ -200,7 +200,7 @@ class WithoutNode:
         self._chains = Chains(layout.block_tokens, block_bytes=layout.packed_block_bytes)
         self._on_device = OnDevice(cache, self.inventory, digest_at=self._chains.digest_at)
         self._pressure = cache.pressure
-        self._sessions, self._residents = cache.sessions, cache.residents
+        self._sessions, self._residents, self._lends = cache.sessions, cache.residents, cache.lends
         self._scheduler = scheduler
         self._walks = Walks(cache)
         self._session_of: dict[TurnId, SessionId] = {}
@@ -227,9 +227,11 @@ class WithoutNode:
         self._walks.retain(turn_id, prompt.tokens, time.monotonic())
 
     def poll(self) -> None:
-        """End soft references and make room where little is left; called between two steps."""
+        """End soft references and tickets, and make room where little is left; called between two
+        steps."""
         now = time.monotonic()
         self._sessions.expire(now)
+        self._lends.expire(now)
         if self._pressure.is_due:
             for directive in self._pressure.relieve(now):
                 if isinstance(directive, Checkpoint):
@@ -239,7 +241,8 @@ class WithoutNode:
     def wait_s(self) -> float | None:
         if self._on_device.is_due:
             return 0.0
-        due = self._sessions.next_due()
+        ends = (self._sessions.next_due(), self._lends.next_due())
+        due = min((at for at in ends if at is not None), default=None)
         return None if due is None else max(0.0, due - time.monotonic())
 
     def began(self, admission: AdmittedPrompt) -> RestoreSummary:
