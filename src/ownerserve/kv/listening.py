@@ -70,7 +70,14 @@ RPC = ServicePort(
     port=FREE,
     opened_by="--curve-key-file",
 )
-LISTENERS = (GATEWAY, ADMIN, DIRECTORY, WORKER, RPC)
+TRANSFER = ServicePort(
+    name="transfer",
+    host_option="--transfer-host",
+    port_option="--transfer-port",
+    port=FREE,
+    opened_by="--curve-key-file",
+)
+LISTENERS = (GATEWAY, ADMIN, DIRECTORY, WORKER, RPC, TRANSFER)
 
 
 class Protection(Enum):
