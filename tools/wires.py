@@ -67,7 +67,9 @@ TRANSFER = "issue 20: layouts, movers and control are being built upon it"
 
 DEAD: dict[str, str] = {
     "ownerserve.transfer.layout.joining.join": TRANSFER,
+    "ownerserve.transfer.layout.forms.staged": TRANSFER,
     "ownerserve.transfer.layout.shards.asks": TRANSFER,
+    "ownerserve.transfer.layout.strided.StridedCopies": TRANSFER,
     "ownerserve.transfer.layout.known.ring.rows_of": TRANSFER,
     "ownerserve.transfer.movers.arena.ArenaBook": TRANSFER,
     "ownerserve.transfer.movers.arena.ArenaMemory": TRANSFER,

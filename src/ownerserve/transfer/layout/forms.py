@@ -12,11 +12,12 @@ without bytes of its own, and lie as in the frame.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import msgspec
 
-from ownerserve.kv.frame import Lane
+from ownerserve.kv.frame import Lane, PayloadSection
 from ownerserve.kv.regions import Region
 
 DOMAIN = b"ownerserve/block-form/1\n"
@@ -77,11 +78,11 @@ def form_of(region: Region) -> bytes:
 
 def _fact(region: Region, at: tuple[int, int], span: RawSpan) -> list[object]:
     lane = _of(region, at)
-    count = region.blocks_a_unit(*at)
+    known = [*at, region.table(at[1]), region.blocks_a_unit(*at)]
     if not span.bytes:
-        return [*at]
+        return list(known)
     axes = [axis for axis in zip(lane.counts, lane.strides, strict=True) if axis[0] > 1]
-    return [*at, count, lane.address - span.address, lane.item_bytes, axes]
+    return [*known, lane.address - span.address, lane.item_bytes, axes]
 
 
 def _of(region: Region, at: tuple[int, int]) -> Lane:
@@ -115,3 +116,37 @@ def _grow(stretch: _Stretch, other: _Stretch) -> None:
     stretch.end = max(stretch.end, other.end)
     stretch.filled += other.filled
     stretch.lanes += other.lanes
+
+
+def staged(region: Region, layers: range, *, address: int, units: int) -> Region:
+    """Return where so many units' `layers` lie after they were read in raw order to `address`: a
+    region of whole units, 0, 1, ..., whose lanes count the engine's blocks by an axis more."""
+    placed, at = dict[tuple[int, int], Lane](), address
+    for span in spans_of(region, layers):
+        count = region.blocks_a_unit(*span.lanes[0])
+        for lane_at in span.lanes:
+            lane = _of(region, lane_at)
+            size, strides = span.bytes, lane.strides
+            begin = at + lane.address - span.address
+            if not span.bytes:
+                begin, size, strides = at, lane.bytes, _in_order(lane)
+            counts = (count, *lane.counts)
+            placed[lane_at] = Lane(begin, 0, counts, (size, *strides), lane.item_bytes)
+        at += size * count
+    unit_bytes, parts = at - address, region.section.parts
+    lanes = tuple(
+        tuple(
+            msgspec.structs.replace(placed[part, layer], block_bytes=unit_bytes) for layer in layers
+        )
+        for part in range(len(parts))
+    )
+    cut = tuple(
+        msgspec.structs.replace(part, shape=(len(layers), *part.shape[1:])) for part in parts
+    )
+    section = PayloadSection(region.section.name, cut)
+    return Region(section, lanes, units, address, units * unit_bytes)
+
+
+def _in_order(lane: Lane) -> tuple[int, ...]:
+    behind = [math.prod(lane.counts[at + 1 :]) for at in range(len(lane.counts))]
+    return tuple(lane.item_bytes * items for items in behind)

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.frame import Lane
 from ownerserve.kv.regions import Region
 from ownerserve.transfer.layout.forms import RawSpan, form_of, spans_of
 from ownerserve.transfer.layout.heads import with_heads
@@ -155,17 +154,16 @@ def _framed(region: Region, part: int, layer: int) -> _Rows:
     begins = np.full(1, lane.address, np.int64)
     for axis, stride in axes:
         begins = (begins[:, None] + np.arange(axis) * stride).reshape(-1)
-    return _Rows(_Column(region.table(layer), lane.block_bytes, count), begins, row_bytes)
+    column = _Column(region.table(layer), lane.block_bytes, count)
+    return _Rows(column, begins, row_bytes)
 
 
 def _raw(region: Region, span: RawSpan) -> _Rows:
+    rows = _framed(region, *span.lanes[0])
     if not span.bytes:  # its lanes lie apart
-        return _framed(region, *span.lanes[0])
-    part, layer = span.lanes[0]
-    lane: Lane = region.lanes[part][layer]
-    count = region.blocks_a_unit(part, layer)
-    column = _Column(region.table(layer), lane.block_bytes, count)
-    return _Rows(column, np.array([span.address], np.int64), span.bytes)
+        return rows
+    begin = np.array([span.address], np.int64)
+    return msgspec.structs.replace(rows, begins=begin, row_bytes=span.bytes)
 
 
 def _template_of(unit: Sequence[_Rows]) -> _Template:
