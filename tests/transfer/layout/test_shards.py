@@ -14,7 +14,7 @@ from ownerserve.kv.frame import CONV, DENSE, MLA, RECURRENT, PayloadPart, Payloa
 from ownerserve.transfer.layout.arrays import Pool
 from ownerserve.transfer.layout.known import LAYOUTS
 from ownerserve.transfer.layout.places import RegionPlaces
-from ownerserve.transfer.layout.shards import Ask, Holder, Misfit, asks
+from ownerserve.transfer.layout.shards import HeadAsk, Holder, Misfit, asks
 from ownerserve.transfer.vocabulary import FramePiece, Runs
 
 SPEC, TOKENS, LAYERS, DIM = b"s" * 32, 4, 2, 3
@@ -37,7 +37,7 @@ def holders(heads: int, ranks: int, name: str = DENSE) -> list[Holder]:
     return [Holder(SPEC, TOKENS, own, rank, ranks, total) for rank in range(ranks)]
 
 
-def asked(mine: Holder, theirs: list[Holder]) -> tuple[Ask, ...]:
+def asked(mine: Holder, theirs: list[Holder]) -> tuple[HeadAsk, ...]:
     found = asks(mine, theirs)
     assert not isinstance(found, Misfit)
     return found
@@ -75,13 +75,13 @@ def test_ranks_with_the_same_heads_share_the_asking() -> None:
     first = [asked(mine, theirs)[0].rank for mine in holders(heads=2, ranks=4)]
     assert first == [0, 1, 6, 7]
     latent = [asked(mine, holders(0, 4, MLA)) for mine in holders(0, 2, MLA)]
-    assert latent == [(Ask(0),), (Ask(1),)]
+    assert latent == [(HeadAsk(0),), (HeadAsk(1),)]
 
 
 def test_equal_ranks_ask_for_the_whole() -> None:
     for name in (DENSE, CONV):
         found = [asked(mine, holders(4, 4, name)) for mine in holders(4, 4, name)]
-        assert found == [(Ask(0),), (Ask(1),), (Ask(2),), (Ask(3),)]
+        assert found == [(HeadAsk(0),), (HeadAsk(1),), (HeadAsk(2),), (HeadAsk(3),)]
 
 
 def but(holder: Holder, **changes: Any) -> Holder:

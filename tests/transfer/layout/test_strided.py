@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
-from ownerserve.kv.frame import DENSE
+from ownerserve.kv.frame import DENSE, PayloadPart, PayloadSection
+from ownerserve.transfer.layout.arrays import Pool
 from ownerserve.transfer.layout.forms import staged
 from ownerserve.transfer.layout.heads import heads_of, with_heads
+from ownerserve.transfer.layout.known import LAYOUTS
 from ownerserve.transfer.layout.places import RegionPlaces
 from ownerserve.transfer.layout.strided import StridedCopies
 from ownerserve.transfer.vocabulary import FramePiece
@@ -70,18 +72,31 @@ def test_what_was_read_in_raw_order_goes_on_from_an_arena(
     assert np.array_equal(goal.memory, expected)
 
 
-@settings(max_examples=10, deadline=None)
-@given(data=st.data())
-def test_layers_that_lie_anywhere_are_copied_one_by_one(data: Any) -> None:
-    (source, goal), piece = data.draw(cases(DENSE, "combined", "slots"))
-    region = source.places.region
-    order = data.draw(st.permutations(range(region.section.layers)))
-    lanes = tuple(tuple(own[at] for at in order) for own in region.lanes)
-    other = msgspec.structs.replace(region, lanes=lanes)
-    piece = msgspec.structs.replace(piece, first_head=0, end_head=0)
-    StridedCopies(goal.places.region, other).copy(piece, tables(goal), tables(source))
-    got = goal.taken(goal.runs(piece))
-    assert got == source.taken(RegionPlaces(other).runs(piece, tables(source)))
+def test_layers_that_lie_anywhere_are_copied_one_by_one() -> None:
+    shape = (3, 4, 2, 3)
+    parts = tuple(PayloadPart(name, shape, "float32") for name in ("keys", "values"))
+    pools = [Pool(PayloadSection(DENSE, parts), 5, 4, 0)] * 2
+    memory = [
+        np.random.default_rng(1).integers(0, 256, LAYOUTS[name](pool).bytes, dtype=np.uint8)
+        for name, pool in zip(("combined", "slots"), pools, strict=True)
+    ]
+    source, goal = (
+        LAYOUTS[name](msgspec.structs.replace(pool, address=data.ctypes.data))
+        for name, pool, data in zip(("combined", "slots"), pools, memory, strict=True)
+    )
+    lanes = tuple((own[1], own[0], own[2]) for own in source.lanes)
+    other = msgspec.structs.replace(source, lanes=lanes)
+    piece, there, here = FramePiece(ARTIFACT, 0, 2, 0, 3), np.array([4, 1]), np.array([0, 3])
+    StridedCopies(goal, other).copy(piece, [here], [there])
+
+    def taken(places: RegionPlaces, ids: np.ndarray, data: np.ndarray) -> bytes:
+        runs = places.runs(piece, [ids])
+        begins = (runs.addresses - data.ctypes.data).tolist()
+        each = zip(begins, runs.lengths.tolist(), strict=True)
+        return b"".join(data[at : at + size].tobytes() for at, size in each)
+
+    expected = taken(RegionPlaces(other), there, memory[0])
+    assert taken(RegionPlaces(goal), here, memory[1]) == expected
 
 
 @settings(max_examples=5, deadline=None)

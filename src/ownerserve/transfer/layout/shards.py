@@ -53,8 +53,8 @@ class Holder(msgspec.Struct, frozen=True):
         return range(first, first + max(1, self.heads // self.ranks))
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
-    """An `Ask` goes to the source's `rank`, for heads [first_head, end_head) as that one counts
+class HeadAsk(msgspec.Struct, frozen=True, gc=False):
+    """A `HeadAsk` goes to the source's `rank`, for heads [first_head, end_head) as that one counts
     them, which are [own_first, own_end) of mine. All 0: the whole of the component."""
 
     rank: int
@@ -64,7 +64,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     own_end: int = 0
 
 
-def asks(mine: Holder, theirs: Sequence[Holder]) -> tuple[Ask, ...] | Misfit:
+def asks(mine: Holder, theirs: Sequence[Holder]) -> tuple[HeadAsk, ...] | Misfit:
     """Return what `mine` asks of the source's ranks, heads ascending: each of its heads once. Or
     what is in the way."""
     by_rank = {one.rank: one for one in theirs}
@@ -77,10 +77,10 @@ def asks(mine: Holder, theirs: Sequence[Holder]) -> tuple[Ask, ...] | Misfit:
             return misfit
     name = mine.section.name
     if name in ON_EVERY_RANK:
-        return (Ask(mine.rank % len(theirs)),)
+        return (HeadAsk(mine.rank % len(theirs)),)
     if name not in HEAD_AXIS:
         alike = mine.ranks == len(theirs) and mine.section == by_rank[mine.rank].section
-        return (Ask(mine.rank),) if alike else Misfit.NOT_BY_HEAD
+        return (HeadAsk(mine.rank),) if alike else Misfit.NOT_BY_HEAD
     if not all(map(_has_its_heads, (mine, *theirs))):
         return Misfit.OTHER_HEADS
     return tuple(_by_head(mine, [by_rank[rank] for rank in sorted(by_rank)]))
@@ -118,8 +118,8 @@ def _has_its_heads(holder: Holder) -> bool:
     return is_even and heads_of(holder.section) == len(holder.own_heads)
 
 
-def _by_head(mine: Holder, theirs: Sequence[Holder]) -> list[Ask]:
-    found, own = list[Ask](), mine.own_heads
+def _by_head(mine: Holder, theirs: Sequence[Holder]) -> list[HeadAsk]:
+    found, own = list[HeadAsk](), mine.own_heads
     head = own.start
     while head < own.stop:
         having = [one for one in theirs if head in one.own_heads]
@@ -128,7 +128,7 @@ def _by_head(mine: Holder, theirs: Sequence[Holder]) -> list[Ask]:
         at, there = head - own.start, head - other.own_heads.start
         count = end - head
         if count == len(own) == len(other.own_heads):
-            return [Ask(other.rank)]
-        found.append(Ask(other.rank, there, there + count, at, at + count))
+            return [HeadAsk(other.rank)]
+        found.append(HeadAsk(other.rank, there, there + count, at, at + count))
         head = end
     return found

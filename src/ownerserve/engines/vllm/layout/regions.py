@@ -16,7 +16,7 @@ BY_CODEC = frozenset({WINDOW, LEAD, WINDOW_PAGES})
 
 
 Placed = Sequence[Sequence[tuple[Lane, int]]]
-"""Of each part and layer its lane, and which of the component's block tables has its blocks."""
+"""A lane for each part and layer, and which of the component's block tables has its blocks."""
 
 
 def regions_of(placed: Mapping[PayloadSection, Placed], *, blocks: int) -> dict[str, Region]:
