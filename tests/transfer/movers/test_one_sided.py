@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 from threading import Event
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from ownerserve.kv.clock import ManualClock
 from ownerserve.transfer.movers.cuts import Cuts
 from ownerserve.transfer.movers.digests import Xxh3, digest_of
-from ownerserve.transfer.movers.one_sided import ChunkCopied, OneSidedMover
+from ownerserve.transfer.movers.one_sided import TELL_S, ChunkCopied, OneSidedMover
 from ownerserve.transfer.vocabulary import (
     Ended,
     FramePiece,
@@ -80,6 +81,9 @@ class Scene:
     def one_chunk(self) -> None:
         self.copier.go_on.set()
 
+    def is_readable(self) -> bool:
+        return bool(select.select([self.mover.fileno()], [], [], 0)[0])
+
     def until_ended(self, count: int) -> list[Ended]:
         def told() -> bool:
             self.ends += self.mover.ended()
@@ -147,6 +151,29 @@ def test_a_read_that_breaks_the_copier_ends_and_the_next_one_lands(
     del scene.copier.locate
     scene.start(2)
     assert scene.until_ended(2)[1] == ReadLanded(2, 10 * CHUNK)
+    scene.mover.close()
+
+
+def test_what_landed_is_told_within_a_millisecond_while_more_is_under_way() -> None:
+    scene = Scene()
+    scene.start(1)
+    scene.start(2)
+    for _ in range(10):
+        scene.at_a_chunk()
+        scene.one_chunk()
+    scene.at_a_chunk()  # the second one's first: the first one has landed
+    assert not scene.is_readable()
+    scene.clock.advance(TELL_S)
+    scene.one_chunk()
+    scene.at_a_chunk()
+    assert scene.is_readable()
+    assert scene.mover.ended() == [ReadLanded(1, 10 * CHUNK)]
+    assert not scene.is_readable()
+    for _ in range(8):
+        scene.one_chunk()
+        scene.at_a_chunk()
+    scene.one_chunk()
+    assert scene.until_ended(1) == [ReadLanded(2, 10 * CHUNK)]
     scene.mover.close()
 
 

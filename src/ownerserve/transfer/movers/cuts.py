@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from ownerserve.transfer.vocabulary import Runs
 
 _LAST_ADDRESS = 1 << 62
+_LAST_BYTE = 1 << 63
+_FIRST = np.zeros(1, np.int64)
 
 
 class Cuts(msgspec.Struct, frozen=True, eq=False):
@@ -35,14 +37,17 @@ class Cuts(msgspec.Struct, frozen=True, eq=False):
         """Return for each chunk where its bytes lie in the goal, (address, bytes) each: stretches
         that touch are one."""
         begins, lengths = self.goals[:, 0], self.goals[:, 1]
-        breaks = np.flatnonzero(begins[1:] != begins[:-1] + lengths[:-1]) + 1
-        chunks = np.array(self.chunks[:-1], np.int64)
-        at = np.union1d(breaks, chunks)
-        if not len(at):
-            return []
+        if len(begins) <= 1:
+            return [[(int(begins[0]), int(lengths[0]))]] if len(begins) else []
+        apart = np.empty(len(begins), np.bool_)
+        np.not_equal(begins[1:], begins[:-1] + lengths[:-1], out=apart[1:])
+        apart[list(self.chunks[:-1])] = True
+        at = np.flatnonzero(apart)
         sums = np.add.reduceat(lengths, at)
         landed = list(zip(begins[at].tolist(), sums.tolist(), strict=True))
-        edges = [*np.searchsorted(at, chunks).tolist(), len(landed)]
+        if len(self.chunks) == 2:
+            return [landed]
+        edges = [*np.searchsorted(at, self.chunks[:-1]).tolist(), len(landed)]
         return [landed[first:end] for first, end in pairwise(edges)]
 
 
@@ -53,30 +58,40 @@ class UnfitSource(msgspec.Struct, frozen=True):
 
 def _begins(runs: Runs) -> NDArray[np.int64]:
     """Return how many bytes come before each run, and before the end."""
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(runs.lengths)))
+    return np.concatenate((_FIRST, np.cumsum(runs.lengths)))
 
 
 def _is_sound(runs: Runs) -> bool:
     """Tell whether all runs are within the addresses that there are."""
     if runs.addresses.shape != runs.lengths.shape or runs.addresses.ndim != 1:
         return False
+    if not len(runs.lengths):
+        return True
     numbers = (runs.addresses, runs.lengths)
-    if any(np.any(side < 0) or np.any(side > _LAST_ADDRESS) for side in numbers):
+    if any(side.min() < 0 or side.max() > _LAST_ADDRESS for side in numbers):
         return False
-    return float(runs.lengths.sum(dtype=np.float64)) < _LAST_ADDRESS
+    return len(runs.lengths) * int(runs.lengths.max()) < _LAST_BYTE
 
 
 def cut(goal: Runs, source: Runs, *, chunk_bytes: int) -> Cuts | UnfitSource:
     """Return the stretches by which `goal` is filled from `source`, in the order of the bytes."""
     if not _is_sound(source):
         return UnfitSource()
+    total = goal.bytes
+    if total <= chunk_bytes and np.array_equal(goal.lengths, source.lengths):
+        count = len(goal.lengths)
+        return Cuts(
+            goals=_vectors(goal.addresses, goal.lengths),
+            sources=_vectors(source.addresses, source.lengths),
+            chunks=(0, count) if count else (0,),
+        )
     into, out = _begins(goal), _begins(source)
-    total = int(into[-1])
     if total != int(out[-1]):
         return UnfitSource()
     limits = np.arange(0, total, chunk_bytes, dtype=np.int64)
-    ends = np.array([total], np.int64)
-    edges = np.unique(np.concatenate((into, out, limits, ends)))
+    edges = np.concatenate((into, out, limits))
+    edges.sort(kind="stable")  # three sorted ones: merged
+    edges = edges[np.concatenate((_FIRST, np.flatnonzero(np.diff(edges)) + 1))]
     begins, lengths = edges[:-1], np.diff(edges)
     own = np.searchsorted(into, begins, side="right") - 1
     theirs = np.searchsorted(out, begins, side="right") - 1
@@ -88,7 +103,7 @@ def cut(goal: Runs, source: Runs, *, chunk_bytes: int) -> Cuts | UnfitSource:
     )
 
 
-def _vectors(addresses: NDArray[np.signedinteger], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _vectors(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     vectors = np.empty((len(lengths), 2), np.int64)
     vectors[:, 0], vectors[:, 1] = addresses, lengths
     return vectors

@@ -18,7 +18,11 @@ from xxhash import xxh3_128
 
 from ownerserve.transfer.vocabulary import Runs
 
-KEY_BYTES = 32
+_WRITABLE = 0x200
+"""PyBUF_WRITE, of Python's C API."""
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
 
 
 class Hasher(Protocol):
@@ -67,11 +71,10 @@ class RunsMemory:
     """
 
     def __init__(self, runs: Runs) -> None:
-        begins, ends = runs.addresses, runs.addresses + runs.lengths
-        self._base = int(begins.min()) if len(begins) else 0
-        span_bytes = int(ends.max()) - self._base if len(begins) else 0
-        spanned = (ctypes.c_ubyte * span_bytes).from_address(self._base)
-        self._view = memoryview(spanned).cast("B")
+        some = len(runs.addresses) > 0
+        self._base = int(runs.addresses.min()) if some else 0
+        span_bytes = int((runs.addresses + runs.lengths).max()) - self._base if some else 0
+        self._view: memoryview = _view(self._base, span_bytes, _WRITABLE)
 
     def at(self, address: int, length: int) -> memoryview:
         """Return the bytes [address, address + length), which lie in a run."""

@@ -43,6 +43,11 @@ cache for the digest, and each call gives up the interpreter lock, which costs u
 back where another thread computes."""
 
 
+TELL_S = 0.001
+"""How long what landed may wait to be told while more reads are under way: each time it is told
+wakes the asker's thread, which costs both threads the interpreter lock."""
+
+
 class ChunkCopied(msgspec.Struct, frozen=True):
     """The stretches are in the goal."""
 
@@ -97,6 +102,9 @@ class OneSidedMover:
         self._chunk_bytes = chunk_bytes
         self._reads = WaitingReads()
         self._ended: list[Ended] = []
+        self._untold_s: float | None = None
+        """Since when something landed that the eventfd does not say yet."""
+        self._signalled = False
         self._closing = False
         self._changed = Condition()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -141,13 +149,14 @@ class OneSidedMover:
         """Return the ends that came since the last call. Any thread may call."""
         with self._changed:
             told, self._ended = self._ended, []
-            if told and self._event >= 0:
+            if self._signalled:
                 os.eventfd_read(self._event)
+            self._signalled, self._untold_s = False, None
             return told
 
     def fileno(self) -> int:
-        """Return the eventfd that is readable while `ended` has something to tell; -1 once
-        closed."""
+        """Return the eventfd that is readable while `ended` has something to tell (TELL_S after it
+        landed, while more is under way); -1 once closed."""
         return self._event
 
     def close(self) -> None:
@@ -162,13 +171,33 @@ class OneSidedMover:
         with self._changed:
             if self._event >= 0:
                 os.close(self._event)
-                self._event = -1
+                self._event, self._signalled = -1, False
 
     def _tell(self, ends: Sequence[Ended]) -> None:
         """Have `ended` tell them. The lock is held."""
-        if ends and not self._ended and self._event >= 0:
-            os.eventfd_write(self._event, 1)
         self._ended += ends
+        if ends:
+            self._signal()
+
+    def _signal(self) -> None:
+        """Have the eventfd say that there is something to tell. The lock is held."""
+        if not self._signalled and self._event >= 0:
+            os.eventfd_write(self._event, 1)
+            self._signalled = True
+
+    def _landed(self, end: ReadLanded, now_s: float) -> None:
+        """Have `ended` tell it, and the eventfd say so soon. The lock is held."""
+        self._ended.append(end)
+        if self._untold_s is None:
+            self._untold_s = now_s
+        self._signal_in_time(now_s)
+
+    def _signal_in_time(self, now_s: float) -> None:
+        """Signal what has waited for TELL_S, or at once when no read is left. The lock is held."""
+        if self._untold_s is not None and (
+            not len(self._reads) or now_s - self._untold_s >= TELL_S
+        ):
+            self._signal()
 
     def _run(self, copier: Copier) -> None:
         while (read := self._next()) is not None:
@@ -179,7 +208,10 @@ class OneSidedMover:
                 end = ReadFailed(read.number, ReadFailure.UNABLE)
             with self._changed:
                 self._reads.finished()
-                self._tell([end])
+                if isinstance(end, ReadLanded):
+                    self._landed(end, self._clock.now())
+                else:
+                    self._tell([end])
         copier.close()
 
     def _next(self) -> Read | None:
@@ -198,6 +230,7 @@ class OneSidedMover:
         with self._changed:
             now_s = self._clock.now()
             self._tell(self._reads.expired(now_s))
+            self._signal_in_time(now_s)
             return self._reads.verdict(now_s)
 
     def _bring(self, copier: Copier, read: Read) -> ReadLanded | ReadFailed:

@@ -49,7 +49,8 @@ class Mover(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable while `ended` has something to tell (an eventfd)."""
+        """Return a descriptor that is readable while `ended` has something to tell (an eventfd): at
+        once, or within 1 ms where more reads are under way."""
         ...
 
     def close(self) -> None:
