@@ -74,12 +74,6 @@ DEAD: dict[str, str] = {
     "ownerserve.transfer.movers.arena.ArenaBook": TRANSFER,
     "ownerserve.transfer.movers.arena.ArenaMemory": TRANSFER,
     "ownerserve.transfer.movers.digests.KeyedBlake3": TRANSFER,
-    "ownerserve.transfer.movers.readv.readv_mover": TRANSFER,
-    "ownerserve.transfer.movers.rights.permit_readers": TRANSFER,
-    "ownerserve.transfer.movers.rights.read_rights": TRANSFER,
-    "ownerserve.transfer.movers.shm.shm_mover": TRANSFER,
-    "ownerserve.transfer.movers.port.Lender": TRANSFER,
-    "ownerserve.transfer.movers.port.Mover": TRANSFER,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
 }
 

@@ -39,6 +39,7 @@ COMMANDS = {
         "Every claim of the seeds, tested on traces, in one report.",
     ),
     "directory": ("directory.command", "Who owns a session, who holds a prefix."),
+    "transfer": ("transfer.command", "Which roads KV can take from here, and how fast they are."),
     "doctor": ("doctor", "What is installed, reachable, misconfigured, and the mend."),
 }
 

@@ -110,7 +110,12 @@ def vllm(
 
 
 def _machine(store: Path | None) -> list[CheckResult]:
-    findings = [machine.memory(), machine.shared_memory(), machine.open_files()]
+    findings = [
+        machine.memory(),
+        machine.shared_memory(),
+        machine.roads(),
+        machine.open_files(),
+    ]
     return findings + (list(machine.store(store)) if store is not None else [])
 
 

@@ -12,12 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ownerserve.cli.transfer.roads import ENGINES, engine_road, local_roads
 from ownerserve.kv.units import GIB, format_bytes
 from ownerserve.report.doctor_table import CheckResult, Level
+from ownerserve.report.transfer_table import RoadState
 
 OPEN_FILES = 4096
 REDIS_TIMEOUT_S = 2.0
 REDIS_PORT = 6379
+WORDS = {
+    RoadState.OPEN: "on this host",
+    RoadState.CLOSED: "not open",
+    RoadState.ABSENT: "not installed",
+}
 
 
 def python() -> CheckResult:
@@ -51,6 +58,18 @@ def shared_memory(path: str = "/dev/shm") -> CheckResult:
         return CheckResult("shared memory", Level.OK, found)
     mend = "give the container more: --shm-size=8g, or ipc: host"
     return CheckResult("shared memory", Level.WARN, found, mend)
+
+
+def roads() -> CheckResult:
+    """Check by which roads KV can move from here; `ownerserve transfer check` tells more."""
+    here = local_roads()
+    found = [*here, *map(engine_road, ENGINES)]
+    told = {state: [road.road for road in found if road.state is state] for state in RoadState}
+    said = [f"{', '.join(names)} {WORDS[state]}" for state, names in told.items() if names]
+    closed = [road for road in here if road.state is RoadState.CLOSED]
+    level = Level.WARN if closed else Level.OK
+    mend = "; ".join(f"{road.road}: {road.mend}" for road in closed)
+    return CheckResult("transfer roads", level, f"tcp; {'; '.join(said)}", mend)
 
 
 def open_files() -> CheckResult:
