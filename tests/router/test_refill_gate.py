@@ -33,12 +33,12 @@ def decide(asked: RoutingRequest, fleet: Fleet, name: str = "ownerserve") -> Dec
     return make_policy(name, SETTINGS).decide(asked, fleet.candidates(None))
 
 
-def hot_fleet(*others: tuple[RefillShare, ...]) -> tuple[Fleet, list[Worker]]:
+def hot_fleet(*others: tuple[RefillShare, ...], pending: int = HOT) -> tuple[Fleet, list[Worker]]:
     fleet = fleet_of(*[ABLE] * (1 + len(others)))
     workers = list(fleet)
     for at, (worker, shares) in enumerate(zip(workers[1:], others, strict=True)):
         states(fleet, worker, shares, pending=at * 10)
-    load(workers[0], pending=HOT)
+    load(workers[0], pending=pending)
     return fleet, workers
 
 
@@ -66,6 +66,56 @@ def test_what_waits_at_the_target_takes_its_room_first() -> None:
     fleet, (home, other) = hot_fleet(FULL_AT_20K)
     load(other, pending=6_000)
     assert decide(owned(home, context=5_000), fleet).worker is home
+
+
+@pytest.mark.parametrize(
+    ("shares", "pending", "moves"),
+    [
+        ((), 10_300, True),
+        (FULL, 10_300, True),
+        (CALM, 10_300, False),
+        (CALM, 11_000, True),
+        ((RefillShare(0, 0.0), RefillShare(30_000, 1.0)), 10_300, False),
+    ],
+    ids=["says nothing", "full", "has room", "a wait longer than the turn", "room for this"],
+)
+def test_a_home_with_room_is_left_only_for_a_wait_that_is_longer_than_the_turn(
+    shares: tuple[RefillShare, ...], pending: int, moves: bool
+) -> None:
+    """500 new tokens and 100 of an answer take 105 ms there; 10,300 before it take 103, and are hot
+    for a session. Where home has to displace what comes back soon its leaving spares that."""
+    fleet, (home, other) = hot_fleet(CALM, pending=0)
+    states(fleet, home, shares, pending=pending)
+    decision = decide(owned(home), fleet)
+    assert (decision.worker is other) is moves
+    assert decision.reason is (DispatchReason.HOT_OWNER if moves else DispatchReason.OWNER)
+
+
+@pytest.mark.parametrize(
+    ("held", "pending", "busy", "since_move_s", "leaves"),
+    [
+        (12_000, 5_000, 0, 600.0, True),
+        (28_000, 5_000, 0, 600.0, False),
+        (28_000, 30_000, 0, 600.0, True),
+        (28_000, 30_000, 20_000, 600.0, False),
+        (28_000, 30_000, 0, 5.0, False),
+    ],
+    ids=["most is gone", "most is here", "a long wait", "no less busy", "moved just now"],
+)
+def test_what_is_left_of_a_session_is_taken_along_only_as_by_a_move(
+    held: int, pending: int, busy: int, since_move_s: float, leaves: bool
+) -> None:
+    """Of 40,000 tokens those that home has would go over the network, to a worker that is as full;
+    12,500 tokens to compute and an answer take 225 ms there."""
+    fleet = fleet_of(ABLE, ABLE)
+    home, other = fleet
+    states(fleet, home, FULL, pending=pending)
+    states(fleet, other, FULL, pending=busy)
+    turn = request(
+        40_500, owner=home, turns=3, copies=(on(home, held),), known_tokens=40_000,
+        since_move_s=since_move_s,
+    )  # fmt: skip
+    assert (decide(turn, fleet).worker is other) is leaves
 
 
 def test_a_full_one_is_passed_over_for_a_busier_one_that_has_room() -> None:

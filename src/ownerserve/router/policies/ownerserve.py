@@ -7,7 +7,9 @@ leave (EAR's states and brakes), at those who hold its prefix and at the target;
 wins. Without an owner, the holders and the k least loaded are priced.
 
 A session leaves its home only for a worker that can take it without having to bring back soon what
-it displaces: the refill share that the worker states is a gate and no price.
+it displaces: the refill share that the worker states is a gate and no price. By the same word a
+home has room, so that nobody there is spared by a move: it is left only for a wait that is longer
+than the turn itself.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class OwnerServe:
         takes = partial(self._takes, request)
         pressure_ms = self.pressure_ms(request, home, fleet)
         state, target = STAYS_CALM
-        if pressure_ms > self._settings.hot_ms:
+        if pressure_ms > self._settings.hot_ms and not self._keeps(request, home, pressure_ms):
             state, target = heat(
                 request,
                 pressure_ms,
@@ -116,8 +118,23 @@ class OwnerServe:
             is_calmer = share is not None and at_home is not None and share <= at_home
             if is_calmer or self._takes(request, worker):
                 workers.append(worker)
+        if 2 * request.lost_tokens(home) <= request.known_tokens:
+            workers = self._braked(request, home, workers, fleet)
         ranked = rank(request, workers, pricer=self._pricer, fleet=fleet)
         return take(ranked[0], DispatchReason.CHEAPEST, ranked=ranked)
+
+    def _braked(
+        self, request: RoutingRequest, home: Worker, others: Iterable[Worker], fleet: Candidates
+    ) -> list[Worker]:
+        """Return home, and of the others those to whom the session may take along what home still
+        has, half of it or more: away from a wait that is longer than the turn itself, to who is
+        surely less busy, and not soon after a move."""
+        settings, waits_ms = self._settings, self.pressure_ms(request, home, fleet)
+        turn_ms = self._pricer.local(request, home).compute_ms
+        if waits_ms <= max(settings.hot_ms, turn_ms) or request.since_move_s < settings.cool_s:
+            return [home]
+        limit_ms = waits_ms / settings.hot_ratio
+        return [home, *(one for one in others if self.pressure_ms(request, one, fleet) < limit_ms)]
 
     def pressure_ms(self, request: RoutingRequest, worker: Worker, fleet: Candidates) -> float:
         """Return all that leaving can save, in ms: the queue, and what a larger batch than
@@ -138,6 +155,15 @@ class OwnerServe:
         """Return whether the session may move to the worker."""
         tokens = request.prompt_tokens + request.output_tokens - request.cached_on(worker)
         return self._pricer.takes(worker, tokens)
+
+    def _keeps(self, request: RoutingRequest, home: Worker, pressure_ms: float) -> bool:
+        """Return whether a home under a pressure over T_hot keeps the session: by its own word it
+        has room for the turn, and the turn takes no less time there than it waits."""
+        tokens = request.prompt_tokens + request.output_tokens - request.cached_on(home)
+        share = home.load.refill_share(tokens)
+        if share is None or share > self._settings.move_refill_share:
+            return False
+        return pressure_ms <= self._pricer.local(request, home).compute_ms
 
     def _wish(
         self, request: RoutingRequest, home: Worker, target: Worker | None, best: Option
