@@ -1,0 +1,1 @@
+"""What the tests of transfer's control are played with."""
