@@ -39,7 +39,7 @@ from tests.support.transfer.tcp_rig import (
 )
 from tests.support.waits import WAIT_S, until
 
-SIZE = 5 * MIB
+SIZE = 20 * MIB
 
 
 def ask(known: Known, size: int) -> None:
@@ -133,7 +133,7 @@ def test_what_is_not_lent_under_that_ticket_is_refused() -> None:
 
 @pytest.mark.parametrize("stands", [0, 1, 2, 3])
 def test_a_ticket_is_asked_for_before_each_part_and_after_the_last_byte(stands: int) -> None:
-    """5 MiB are three parts: it stands before `stands` of them, and no more."""
+    """20 MiB are three parts: it stands before `stands` of them, and no more."""
     with Rig(SIZE) as rig:
         rig.lender.verdicts = [True] * stands + [False]
         read = rig.read()

@@ -36,7 +36,7 @@ from ownerserve.transfer.movers.tcp.handshake import (
     ReaderHandshake,
 )
 from ownerserve.transfer.movers.tcp.serving import hasher_of
-from ownerserve.transfer.movers.tcp.settings import Peer, ReaderSettings, keep_to, tune
+from ownerserve.transfer.movers.tcp.settings import Peer, ReaderSettings, be_patient, keep_to, tune
 from ownerserve.transfer.movers.tcp.wire import (
     ANSWER_BYTES,
     DIGEST_BYTES,
@@ -56,6 +56,9 @@ log = logging.getLogger("ownerserve.transfer")
 
 TICK_S = 0.05
 """How often the deadlines of reads that wait are looked at while one that runs is silent."""
+PATIENCE_S = 0.02
+"""How long the kernel waits for the rest of a slice before this side looks at what has changed."""
+SEND_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 UNABLE = (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EPERM, errno.EACCES, errno.EFAULT)
 
 
@@ -241,6 +244,8 @@ class ReaderConnection:
             while gather.moved < stop:
                 if not gather.receive(descriptor, stop):
                     self._wait(self._socket, select.POLLIN)
+                elif gather.moved < stop:
+                    self._look()
             for hasher in hashers:
                 gather.digest(hasher, start, stop)
             self._look()
@@ -311,6 +316,7 @@ class ReaderConnection:
             begun = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if begun:
             raise OSError(begun, os.strerror(begun))
+        be_patient(sock, PATIENCE_S)
         return sock
 
     def _greet(self, sock: socket.socket) -> None:
@@ -324,7 +330,7 @@ class ReaderConnection:
     def _send(self, sock: socket.socket, data: bytes) -> None:
         while data:
             try:
-                data = data[sock.send(data, socket.MSG_NOSIGNAL) :]
+                data = data[sock.send(data, SEND_NOW) :]
             except BlockingIOError:
                 self._wait(sock, select.POLLOUT)
 
@@ -332,7 +338,7 @@ class ReaderConnection:
         data = b""
         while len(data) < count:
             try:
-                more = sock.recv(count - len(data))
+                more = sock.recv(count - len(data), socket.MSG_WAITALL)
             except BlockingIOError:
                 self._wait(sock, select.POLLIN)
                 continue

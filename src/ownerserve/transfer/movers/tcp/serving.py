@@ -5,7 +5,7 @@
       └─────────────────────┴── Corrupt, closed, too slow: dropped ───────┘
 
 One question at a time is read; what comes meanwhile waits in the kernel. In SENDING memory is read:
-slices, each digested and then sent from where it lies. The ticket is asked for before each part,
+parts, each sent from where it lies and then digested. The ticket is asked for before each part,
 and after the kernel has taken the last byte: only then is `Over` written.
 """
 
@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 from ownerserve.kv.units import MIB
 from ownerserve.transfer.movers.digests import Hasher
 from ownerserve.transfer.movers.port import Lender
-from ownerserve.transfer.movers.tcp.gather import Gather
+from ownerserve.transfer.movers.tcp.gather import SLICE_BYTES, Gather
 from ownerserve.transfer.movers.tcp.handshake import (
     HELLO_BYTES,
     PROOF_BYTES,
@@ -42,7 +42,7 @@ from ownerserve.transfer.movers.tcp.wire import (
     decode_ask,
 )
 
-PART_BYTES = 2 * MIB
+PART_BYTES = 8 * MIB
 """What is sent between two looks at the ticket, and before another connection has its turn."""
 _FRAME_MORE = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL | socket.MSG_MORE
 _FRAME_LAST = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -76,13 +76,18 @@ class _Answer:
         """Send what the socket takes of the part; False: it takes no more now."""
         gather = self.gather
         while gather.moved < self.part_end:
-            end = gather.slice_end(gather.moved)
-            if self.hasher is not None and self.digested < end:
-                gather.digest(self.hasher, self.digested, end)
-                self.digested = end
-            if not gather.send(descriptor, end):
+            sent = gather.send(descriptor, self.part_end)
+            self._digest(gather.moved // SLICE_BYTES * SLICE_BYTES)
+            if not sent:
                 return False
+        self._digest(self.part_end)
         return True
+
+    def _digest(self, end: int) -> None:
+        """Digest what was sent before `end`, as long as a cache has it."""
+        if self.hasher is not None and self.digested < end:
+            self.gather.digest(self.hasher, self.digested, end)
+            self.digested = end
 
     def over(self, outcome: Outcome) -> Over:
         """End the answer."""

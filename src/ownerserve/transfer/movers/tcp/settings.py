@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from struct import Struct
 
 import msgspec
 
@@ -22,6 +23,7 @@ from ownerserve.transfer.movers.tcp.wire import DigestKind
 
 IDLE_PROBE_S, PROBE_S, PROBES = 10, 5, 3
 """A connection on which nothing is said is looked at after so long, so often."""
+_TIMEVAL = Struct("@ll")
 UNHEARD_MS = 10_000
 """A connection is given up when the other side's host takes in nothing for so long."""
 
@@ -89,3 +91,10 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNHEARD_MS)
+
+
+def be_patient(sock: socket.socket, patience_s: float) -> None:
+    """Have calls that fill memory wait for it in the kernel, and return with less after so long."""
+    sock.settimeout(None)
+    wait = _TIMEVAL.pack(int(patience_s), round(patience_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
