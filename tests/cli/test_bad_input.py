@@ -77,6 +77,8 @@ CHEAP = {
     "evaluate": ["--only", "000-state", "--quick", "--jobs", "1"],
     "store bench": ["--size", "1", "--rounds", "1"],
     "directory rebuild": ["--wait", "0"],
+    "transfer serve": ["--port", "TAKEN", "--size", "64KiB"],
+    "transfer bench": ["--size", "64KiB", "--rounds", "1"],
 }
 """Options with which a command that takes what it should refuse is over soon: a server, since its
 port is taken."""
@@ -399,7 +401,7 @@ def test_names_are_told_as_they_are(shop: Shop) -> None:
         assert answer["code"] == 0, (words, answer["err"])
 
 
-@pytest.mark.parametrize("group", ["", "trace", "store", "plan", "directory"])
+@pytest.mark.parametrize("group", ["", "trace", "store", "plan", "directory", "transfer"])
 def test_a_group_without_a_command_teaches(shop: Shop, group: str) -> None:
     answer = shop.run(group.split())
     assert answer["code"] in (0, 2)

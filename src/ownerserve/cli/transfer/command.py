@@ -225,8 +225,8 @@ def _server(pool: BenchPool, host: str, port: int, *, key: TransferKey | None) -
     try:
         return TcpServer(pool, host, port=port, key=key)
     except InvalidInput as error:
-        names = {TRANSFER.host_option: "--host", TRANSFER.port_option: "--port"}
-        field = names.get(error.field, error.field)
+        field = error.field.replace(TRANSFER.host_option, LISTENER.host_option)
+        field = field.replace(TRANSFER.port_option, LISTENER.port_option)
         raise InvalidInput(field, error.problem, error.mend) from error
 
 
