@@ -76,7 +76,7 @@ MUTATIONS = (
     Instead(TransferSource, "_is_idle", no),
     Instead(Lends, "read", yes),  # what the answers rest on
     # What is brought
-    Instead(TransferTarget, "_is_after", yes),  # the ticket was asked after the last unseen read
+    Instead(TransferTarget, "_is_seen", yes),  # the ticket is asked for after unseen reads
     Instead(OpenBring, "slow_s", never),
     Instead(BringPart, "has_all", property(lambda part: not part.cover.missing)),
     Instead(BringPart, "has_all", property(lambda part: not part.open_tasks)),

@@ -20,6 +20,7 @@ from ownerserve.transfer.control.events import (
     FreeArena,
     FreeRoom,
     HoldRoom,
+    PeerAnswered,
     PeerReplaced,
     QuestionLost,
     ReadEnded,
@@ -166,6 +167,24 @@ def test_reads_that_the_peer_did_not_see_wait_for_a_ticket_that_stood_after_them
     assert isinstance(confirm.message, More) and confirm.message.wait_ms == 0
     assert confirm.question != held.question
     one.answer(Grown(1, (), False))
+    assert one.of(CommitRoom)
+
+
+def test_a_ticket_that_stood_before_an_unseen_read_says_nothing_of_it() -> None:
+    one = OneTarget()
+    one.want((wanted(b"a"),), roads=(READV, TCP))
+    one.answer(Lent(TICKET, RANKS))
+    one.answer(Grown(0, (published(b"a", 0, 1), published(b"a", 1, 2)), False))
+    held = one.one(AskPeer)
+    one.tell(RoomReserved(1, 0, RESERVATION))
+    first, second = one.of(StartRead)
+    one.land(first)
+    one.tell(PeerAnswered(held.question, Grown(2, (), False)))
+    one.tell(ReadEnded(ReadFailed(second.number, ReadFailure.UNABLE)))
+    assert one.one(StartRead).road == "tcp"
+    one.land(one.one(StartRead))
+    assert not one.of(CommitRoom), "the first read was after that question"
+    one.answer(Grown(2, (), False))
     assert one.of(CommitRoom)
 
 
@@ -371,3 +390,19 @@ def test_late_and_doubled_words_change_nothing() -> None:
     one.land(read)
     assert one.land(read) == []
     assert one.tell(ReadEnded(ReadLanded(99, 1))) == []
+
+
+def test_a_question_that_is_asked_again_is_waited_for_again() -> None:
+    """A frozen peer's memory can be read by its address: bytes come, and no answer does."""
+    one = OneTarget()
+    one.want((wanted(b"a", units=40),), roads=(READV,))
+    one.answer(Lent(TICKET, RANKS))
+    said = tuple(published(b"a", unit, unit + 1) for unit in range(40))
+    one.answer(Grown(0, said, False))
+    one.tell(RoomReserved(1, 0, RESERVATION))
+    for read in one.of(StartRead)[:6]:
+        asked = [effect for effect in one.wait(1.0) if isinstance(effect, AskPeer)]
+        assert all(effect.until_s > one.now for effect in asked)
+        one.land(read)
+    one.wait(SILENT_S)
+    assert one.over().end is BringEnd.SILENT

@@ -344,9 +344,13 @@ class TransferTarget:
         bring.landed_bytes += reading.task.bytes
         bring.read_bytes[reading.road.name] += reading.task.bytes
         bring.heard_s = now
-        if not reading.road.is_signed:
+        if not self._is_seen(reading):
             reading.room.landed_at = self._questions
         return self._go_on(bring, now)
+
+    def _is_seen(self, reading: OpenRead) -> bool:
+        """Tell whether the peer saw the read, so that the ticket stood until its end."""
+        return reading.road.is_signed
 
     def _failed(
         self, bring: OpenBring, reading: OpenRead, *, reason: ReadFailure, now: float
@@ -425,6 +429,8 @@ class TransferTarget:
             elif bring.question is not None and bring.question.again_s <= now:
                 asked = bring.question
                 asked.again_s = now + asked.every_s
+                if asked.is_more:  # bytes may come meanwhile, from a peer that answers nothing
+                    asked.until_s = now + SILENT_S
                 assert bring.peer is not None
                 effects.append(AskPeer(asked.number, bring.peer, asked.message, asked.until_s))
             else:
