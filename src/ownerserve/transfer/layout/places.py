@@ -41,14 +41,13 @@ class _Column(msgspec.Struct, frozen=True):
 
 class _Template(msgspec.Struct, frozen=True, eq=False):
     """A `_Template` is the elements of a unit: where each begins with block 0, its length, its
-    column. `open` are the elements whose next one is of another column: only there, and from unit
-    to unit, ids decide whether two touch. They do where the columns `joints[0]` and `joints[1]` of
-    the unit are `joints[2]` bytes apart; `joint` is the one of each open element."""
+    column. Whether two elements touch, ids decide only where they are of two columns, and from unit
+    to unit: where the columns `joints[0]` and `joints[1]` of the unit are `joints[2]` bytes apart.
+    `joint` counts, from 1, which of these is between an element and the one before; 0: none."""
 
     begins: Numbers
     lengths: Numbers
     columns: Numbers
-    open: Numbers
     joint: Numbers
     joints: Numbers
     sources: tuple[_Column, ...]
@@ -184,11 +183,13 @@ def _template_of(unit: Sequence[_Rows]) -> _Template:
     kept = np.flatnonzero(starts)
     length = np.add.reduceat(length, kept)
     begin, column = begin[kept], column[kept]
-    is_open = np.flatnonzero(column[1:] != column[:-1])
-    apart = begin[is_open] + length[is_open] - begin[is_open + 1]
-    pairs = np.stack((column[is_open], column[is_open + 1], apart))
-    joints, joint = np.unique(pairs, axis=1, return_inverse=True)
-    return _Template(begin, length, column, is_open, joint.reshape(-1), joints, sources)
+    last = np.flatnonzero(column[1:] != column[:-1])
+    apart = begin[last] + length[last] - begin[last + 1]
+    pairs = np.stack((column[last], column[last + 1], apart))
+    joints, inverse = np.unique(pairs, axis=1, return_inverse=True)
+    joint = np.zeros(len(begin), np.int64)
+    joint[last + 1] = 1 + inverse.reshape(-1)
+    return _Template(begin, length, column, joint, joints, sources)
 
 
 def _joined(both: Numbers, blocks: Numbers, template: _Template) -> Runs:
@@ -201,10 +202,21 @@ def _joined(both: Numbers, blocks: Numbers, template: _Template) -> Runs:
     flat, sizes = addresses.reshape(-1), lengths.reshape(-1)
     if not inside.any() and not between.any():
         return Runs(flat, sizes)
-    starts = np.ones(addresses.shape, np.bool_)
-    starts[:, template.open + 1] = ~inside[:, template.joint]
+    apart_there = np.ones((len(blocks), 1 + inside.shape[1]), np.bool_)
+    np.logical_not(inside, out=apart_there[:, 1:])
+    if np.array_equal(apart_there.min(axis=0), apart_there.max(axis=0)) and not between.any():
+        return _alike(both, template, np.flatnonzero(apart_there[0][template.joint]))
+    starts = np.take(apart_there, template.joint, axis=1)
     starts[1:, 0] = ~between
     first = np.flatnonzero(starts)
     if np.all(template.lengths == sizes[0]):
         return Runs(flat[first], np.diff(first, append=len(flat)) * sizes[0])
     return Runs(flat[first], np.add.reduceat(sizes, first))
+
+
+def _alike(both: Numbers, template: _Template, kept: Numbers) -> Runs:
+    """Return the runs of units that all begin their runs with the same elements, `kept`."""
+    found = np.empty((2, both.shape[1], len(kept)), np.int64)
+    np.take(both[0], kept, axis=1, out=found[0], mode="clip")
+    found[1] = np.add.reduceat(template.lengths, kept)
+    return Runs(found[0].reshape(-1), found[1].reshape(-1))
