@@ -11,9 +11,11 @@ LMCACHE    := .venv-lmcache/.lmcache-0.5.6
 DYNAMO     := .venv-dynamo/.dynamo-1.6.1
 GUIDELLM   := .venv-guidellm/.guidellm-0.8.1
 AIPERF     := .venv-aiperf/.aiperf-0.13.0
+MOONCAKE   := .venv-mooncake/.mooncake-0.3.13.post1
+NIXL       := .venv-nixl/.nixl-1.5.1
 ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
-.PHONY: audit bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: audit bench-transfer bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -117,6 +119,9 @@ bench-vllm: setup $(VLLM) $(LMCACHE) ## ours beside vLLM's own tiers and LMCache
 bench-replays: setup $(VLLM) ## prompts whose windows are gone: vLLM, its retention flag, ours with and without replay
 	$(BIN)/python benchmarks/run.py vllm_replays
 
+bench-transfer: setup $(MOONCAKE) $(NIXL) ## movers and layouts beside memcpy, plain TCP, Mooncake and NIXL
+	$(BIN)/python benchmarks/run.py transfer_local transfer_tcp transfer_layout
+
 bench-hooks: setup $(VLLM) ## the connector's hooks on vLLM's scheduler thread, at 100k tokens a session
 	$(BIN)/python benchmarks/run.py vllm_hooks
 
@@ -201,7 +206,24 @@ $(ROUTERS):
 	$(@D)/bin/python $(FOREIGN_PIP) setproctitle aiohttp orjson uvicorn fastapi
 	@touch $@
 
-bench-envs: $(SGLANG) $(VLLM) $(LMCACHE) $(ROUTERS) ## SGLang 0.5.23, vLLM 0.32 and LMCache 0.5.6 beside ours
+# Two transfer engines. Mooncake links libibverbs, which its wheel does not bring: of the system, or Debian's, unpacked
+# beside it. NIXL imports torch, whose CUDA build it would bring.
+$(MOONCAKE):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(FOREIGN_PIP) --upgrade pip
+	$(@D)/bin/python $(FOREIGN_PIP) numpy mooncake-transfer-engine-non-cuda==0.3.13.post1
+	cd $(@D) && { ldconfig -p | grep -q libibverbs.so.1 || apt-get download libibverbs1 libnl-3-200 libnl-route-3-200; }
+	cd $(@D) && for each in $$(ls *.deb); do dpkg -x $$each root; done
+	@touch $@
+
+$(NIXL):
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(FOREIGN_PIP) --upgrade pip
+	$(@D)/bin/python $(FOREIGN_PIP) torch==2.13.0 numpy
+	$(@D)/bin/python $(FOREIGN_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	@touch $@
+
+bench-envs: $(SGLANG) $(VLLM) $(LMCACHE) $(ROUTERS) $(MOONCAKE) $(NIXL) ## other systems beside ours, each in an environment of its own
 
 clean:           ## forget the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

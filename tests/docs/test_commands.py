@@ -54,7 +54,7 @@ COMMAND = re.compile(
 )
 LOOKS_LIKE_JSON = re.compile(r'\s*(?:\{|\[\s*[\["{]|"\w+":)')
 MARK = re.compile(r'<!-- not run(?: "([^"]+)")?: (\S.*) -->')
-SERVERS = ("worker", "gateway", "directory serve")
+SERVERS = ("worker", "gateway", "directory serve", "transfer serve")
 WORKER_PORT = "8100"
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import select
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from ownerserve.transfer.movers.tcp.handshake import TransferKey
 from ownerserve.transfer.movers.tcp.server import TcpServer
 from ownerserve.transfer.vocabulary import Ended, FramePiece, Read, ReadFailed, ReadLanded, Runs
 
+_LIBRARY = re.compile(r"(lib\S+\.so\S*): cannot open shared object file")
 READ_S = 10.0
 IMPORT_S = 60.0
 _SHM_NEEDS = (
@@ -198,10 +200,12 @@ def engine_road(engine: Engine) -> RoadFound:
     said = f"{engine.road} {_version(engine)}"
     problem = _import_problem(engine.module)
     if problem:
-        return RoadFound(engine.road, RoadState.CLOSED, f"{said}: {problem}", engine.mend)
+        lacks = _LIBRARY.search(problem)
+        mend = f"install the system's package of {lacks[1]}" if lacks else engine.mend
+        return RoadFound(engine.road, RoadState.CLOSED, f"{said}: {problem}", mend)
     if importlib.util.find_spec(f"ownerserve.transfer.movers.{engine.road}") is None:
         found = f"{said} is installed, and this version of OwnerServe has no mover for it"
-        return RoadFound(engine.road, RoadState.CLOSED, found, "nothing: use tcp")
+        return RoadFound(engine.road, RoadState.CLOSED, found)
     return RoadFound(engine.road, RoadState.OPEN, f"{said} can be imported")
 
 
