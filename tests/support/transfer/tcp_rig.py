@@ -59,6 +59,7 @@ class TestLender:
         self.verdicts: list[bool] = [True]
         self.asked = 0
         self.on_runs: Callable[[], None] = lambda: None
+        self.on_stands: Callable[[], None] = lambda: None
 
     def runs(self, ticket: int, piece: FramePiece) -> Runs | None:
         self.on_runs()
@@ -66,6 +67,7 @@ class TestLender:
 
     def stands(self, ticket: int) -> bool:
         self.asked += 1
+        self.on_stands()
         return self.verdicts.pop(0) if len(self.verdicts) > 1 else self.verdicts[0]
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_128_digest
 
 from ownerserve.kv.units import KIB, MIB
 from ownerserve.transfer.movers.tcp.handshake import (
@@ -278,6 +279,35 @@ def test_a_lender_who_lies_writes_nothing_beside_the_goal(
         rig.paint(read)
         mover.close()
         assert bool((guard == 0xA5).all())
+
+
+def test_an_answer_that_ends_early_is_corrupt_whatever_it_signs() -> None:
+    sent = bytes(MIB)
+    short = Over(1, Outcome.BROUGHT, MIB, xxh3_128_digest(sent))
+    with Rig(3 * MIB) as rig, lending(Insider([(Part(1, MIB), MIB), (short, 0)])) as port:
+        read = rig.read(told=False)
+        assert bring(rig.mover(port), read) == failed(read, ReadFailure.CORRUPT)
+
+
+def test_nothing_of_a_cancelled_read_is_taken_for_the_next_one_s() -> None:
+    go_on = threading.Event()
+
+    def wait_amid() -> None:
+        if rig.lender.asked == 2:
+            go_on.wait(WAIT_S)
+
+    with Rig(20 * MIB) as rig:
+        rig.lender.on_stands = wait_amid
+        mover, read, good = rig.mover(), rig.read(), rig.read()
+        mover.start(read)
+        until(lambda: rig.lender.asked == 2)
+        mover.cancel(read.number)
+        assert end_of(mover, read) == failed(read, ReadFailure.CANCELLED)
+        rig.paint(read)
+        go_on.set()
+        assert bring(mover, good) == landed(good)
+        assert rig.is_right(good)
+        assert rig.is_untouched(read)
 
 
 @drawn
