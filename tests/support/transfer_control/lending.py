@@ -296,7 +296,7 @@ class Lending:
         return self.node.world.net.rng.choice(delays_s)
 
     def _stood(self, ticket: int, check: int, at_s: float) -> None:
-        self.stood_s[ticket] = at_s
+        self.stood_s[ticket] = max(at_s, self.stood_s.get(ticket, 0.0))
         self.node.lends(TicketStands(ticket, check))
 
     def _look_at(self, question: int, answer: PeerAnswer) -> None:

@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 from ownerserve.cache.lends import Lends
 from ownerserve.kv.errors import OwnerServeError
+from ownerserve.transfer.control import source
 from ownerserve.transfer.control.bring import BringPart, OpenBring
 from ownerserve.transfer.control.events import ReadGoal
 from ownerserve.transfer.control.rooms import BringRooms, ReadOutcome
@@ -63,7 +64,7 @@ class Instead(NamedTuple):
 
     where: Any
     name: str
-    by: Callable[..., Any] | property
+    by: Callable[..., Any] | property | float
 
 
 MUTATIONS = (
@@ -73,7 +74,7 @@ MUTATIONS = (
     Instead(TransferSource, "_is_of", yes),  # the reader's own ticket, of this life
     Instead(TransferSource, "_is_cancelled", no),
     Instead(TransferSource, "_tell", nothing),  # a nonce has one answer
-    Instead(TransferSource, "_is_idle", no),
+    Instead(source, "IDLE_S", inf),
     Instead(Lends, "read", yes),  # what the answers rest on
     # What is brought
     Instead(TransferTarget, "_is_seen", yes),  # the ticket is asked for after unseen reads
@@ -90,7 +91,7 @@ MUTATIONS = (
 
 
 def name_of(mutation: Instead) -> str:
-    return f"{mutation.where.__name__}.{mutation.name}"
+    return f"{mutation.where.__name__.rsplit('.', 1)[-1]}.{mutation.name}"
 
 
 class Caught(NamedTuple):

@@ -84,6 +84,8 @@ class Reading:
         self.rooms: dict[int, Room] = {}
         """Reservations that are neither committed nor freed: nobody else has their slots."""
         self.reads: dict[int, SimRead] = {}
+        self.unseen: dict[int, tuple[SimNode, int, float]] = {}
+        """By reservation, the last read that its source did not see: under which ticket, when."""
         self.going: dict[int, set[int]] = {}
         """Reads that have not ended, by reservation."""
         self.arenas: dict[int, dict[int, Value]] = {}
@@ -100,6 +102,8 @@ class Reading:
             case ReserveRoom():
                 node.after(delay_s, lambda: self._reserve(effect))
             case StartRead(number, reservation):
+                may_write = ROADS[effect.road].is_fenced or effect.goal is ReadGoal.ARENA
+                world.require(may_write, "who can't be stopped writes into blocks")
                 self.going.setdefault(reservation, set()).add(number)
                 world.require(len(self.going[reservation]) <= 16, "more reads than credit")
                 self.reads[effect.number] = SimRead(node, effect)
@@ -155,6 +159,10 @@ class Reading:
     def _commit(self, effect: CommitRoom) -> None:
         node, world = self.node, self.node.world
         room = self.rooms.pop(effect.reservation)
+        if effect.reservation in self.unseen:
+            source, ticket, read_s = self.unseen[effect.reservation]
+            stood = source.lending.stood_s.get(ticket, -1.0) >= read_s
+            world.require(stood, "nobody asked for the ticket after a read that nobody saw")
         for block, slot in room.slots.items():
             world.require(node.block_is(slot, room.tokens, block), "wrong bytes are committed")
         parts = []
@@ -274,6 +282,9 @@ class SimRead:
         ):
             self._fail(ReadFailure.GONE)
         else:
+            if source is not None and not self.road.is_signed:
+                unseen = (source, self.start.ticket, self.world.net.now_s)
+                self.reader.reading.unseen[self.start.reservation] = unseen
             self.reader.after(0.0, lambda: self._tell(ReadLanded(self.start.number, 1)))
 
     def _tell(self, ended: ReadLanded | ReadFailed | ReadUnproven | ReadQuiet) -> None:
