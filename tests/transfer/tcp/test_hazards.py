@@ -296,18 +296,26 @@ def test_nothing_of_a_cancelled_read_is_taken_for_the_next_one_s() -> None:
         if rig.lender.asked == 2:
             go_on.wait(WAIT_S)
 
-    with Rig(20 * MIB) as rig:
+    with Rig(20 * MIB) as rig, Proxy(rig.server.port, lambda *said: said[2]) as proxy:
         rig.lender.on_stands = wait_amid
-        mover, read, good = rig.mover(), rig.read(), rig.read()
+        mover, read, good = rig.mover(proxy.port), rig.read(), rig.read()
         mover.start(read)
         until(lambda: rig.lender.asked == 2)
         mover.cancel(read.number)
         assert end_of(mover, read) == failed(read, ReadFailure.CANCELLED)
         rig.paint(read)
+        before = spoken(proxy)
+        mover.start(good)
+        until(lambda: spoken(proxy) > before)  # and only now the rest of the first one comes
         go_on.set()
-        assert bring(mover, good) == landed(good)
+        assert end_of(mover, good) == landed(good)
         assert rig.is_right(good)
         assert rig.is_untouched(read)
+
+
+def spoken(proxy: Proxy) -> int:
+    """How many bytes readers have said."""
+    return sum(len(said[Side.READER]) for said in proxy.heard)
 
 
 @drawn
