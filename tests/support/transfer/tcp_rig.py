@@ -116,6 +116,11 @@ class Rig(ExitStack):
         """Whether the read's goal holds what is lent."""
         return bool(np.array_equal(self.goals[read.number], self.lender.memory))
 
+    def has_come(self, read: Read, count: int) -> bool:
+        """Whether the first `count` bytes have, by the last of them."""
+        last = slice(count - 64, count)
+        return bool(np.array_equal(self.goals[read.number][last], self.lender.memory[last]))
+
     def is_untouched(self, read: Read) -> bool:
         return bool((self.goals[read.number] == POISON).all())
 

@@ -23,6 +23,7 @@ from ownerserve.transfer.movers.tcp.handshake import (
     LenderHandshake,
     TransferKey,
 )
+from ownerserve.transfer.movers.tcp.serving import PART_BYTES
 from ownerserve.transfer.movers.tcp.settings import ReaderSettings
 from ownerserve.transfer.movers.tcp.wire import (
     ANSWER_BYTES,
@@ -300,7 +301,7 @@ def test_nothing_of_a_cancelled_read_is_taken_for_the_next_one_s() -> None:
         rig.lender.on_stands = wait_amid
         mover, read, good = rig.mover(proxy.port), rig.read(), rig.read()
         mover.start(read)
-        until(lambda: rig.lender.asked == 2)
+        until(lambda: rig.has_come(read, PART_BYTES))  # and nothing lies in the socket
         mover.cancel(read.number)
         assert end_of(mover, read) == failed(read, ReadFailure.CANCELLED)
         rig.paint(read)
