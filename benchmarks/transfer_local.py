@@ -1,6 +1,6 @@
 """Reads from another process of this host, by each mover, beside memcpy of the same runs.
 
-    python benchmarks/transfer_local.py [--rounds N] [--only WORD]
+    python benchmarks/transfer_local.py [--rounds N] [--only WORD] [--pages huge]
 
 A forked process lends a pool; this one reads it by `readv` and by `shm`. In each round memcpy, both
 movers without a digest, copy and then digest on one core, and both movers with that digest take
@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ownerserve.kv.regions import SharedMemory
 from ownerserve.kv.units import KIB, MIB
@@ -57,10 +58,11 @@ _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Lending(msgspec.Struct):
-    """Who lends, and what."""
+    """Who lends, and what: memory that is shared, and at `private` as much in huge pages."""
 
     name: ProcessName
     shared: SharedMemory
+    private: int
 
 
 class NoHasher:
@@ -163,39 +165,65 @@ def runs_at(base: int, pairs: Sequence[tuple[int, int]]) -> Runs:
     return Runs(table[:, 0] + base, table[:, 1].copy())
 
 
+def huge(size: int) -> NDArray[np.uint8]:
+    """Private memory in huge pages, where the kernel gives them to who asks."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
+
+
+def fill(pool: NDArray[np.uint8]) -> None:
+    pool.view(np.uint64)[:] = np.arange(POOL_BYTES // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F)
+
+
 def lend(theirs: socket.socket) -> None:
-    """Lend a pool until the other side closes."""
+    """Lend both pools until the other side closes."""
     descriptor = os.memfd_create("transfer-local", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     os.ftruncate(descriptor, POOL_BYTES)
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     pool = np.frombuffer(mmap.mmap(descriptor, POOL_BYTES), np.uint8)
-    pool.view(np.uint64)[:] = np.arange(POOL_BYTES // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F)
-    shared = SharedMemory(f"/proc/{os.getpid()}/fd/{descriptor}", int(pool.ctypes.data), POOL_BYTES)
-    theirs.sendall(msgspec.json.encode(Lending(own_name(), shared)))
+    private = huge(POOL_BYTES)
+    fill(pool)
+    fill(private)
+    name = f"/proc/{os.getpid()}/fd/{descriptor}"
+    shared = SharedMemory(name, int(pool.ctypes.data), POOL_BYTES)
+    theirs.sendall(msgspec.json.encode(Lending(own_name(), shared, int(private.ctypes.data))))
     theirs.recv(1)
 
 
 class Bench:
-    """The reading process: a goal of the pool's size, and the movers."""
+    """The reading process: a goal of the pool's size, and the movers. With `pages` huge all memory
+    is private and in huge pages, and only `readv` reads it."""
 
-    def __init__(self, lending: Lending) -> None:
+    def __init__(self, lending: Lending, pages: str) -> None:
         self.lending = lending
-        self.goal = np.frombuffer(mmap.mmap(-1, POOL_BYTES), np.uint8)
-        self.goal[:] = 1
-        self.base = int(self.goal.ctypes.data)
+        self.pages = pages
         self.number = 0
         # what memcpy and the digests are compared on: the same memory, mapped by hand
-        peer = os.open(lending.shared.name, os.O_RDONLY)
-        self.mapped = np.frombuffer(mmap.mmap(peer, POOL_BYTES, prot=mmap.PROT_READ), np.uint8)
-        os.close(peer)
+        if pages == "huge":
+            self.goal, self.mapped, self.source = (
+                huge(POOL_BYTES),
+                huge(POOL_BYTES),
+                lending.private,
+            )
+            fill(self.mapped)
+        else:
+            self.goal = np.frombuffer(mmap.mmap(-1, POOL_BYTES), np.uint8)
+            peer = os.open(lending.shared.name, os.O_RDONLY)
+            self.mapped = np.frombuffer(mmap.mmap(peer, POOL_BYTES, prot=mmap.PROT_READ), np.uint8)
+            self.source = lending.shared.address
+            os.close(peer)
+        self.goal[:] = 1
+        self.base = int(self.goal.ctypes.data)
         self.mapped[:: 4 * KIB].sum()
 
     def movers(self, digests: Digests, chunk_bytes: int = CHUNK_BYTES) -> dict[str, OneSidedMover]:
         name, shared = self.lending.name, self.lending.shared
         made = {
             "readv": readv_mover(name, digests, chunk_bytes=chunk_bytes),
-            "shm": shm_mover(name, shared, digests=digests, chunk_bytes=chunk_bytes),
         }
+        if self.pages != "huge":
+            made["shm"] = shm_mover(name, shared, digests=digests, chunk_bytes=chunk_bytes)
         for mover in made.values():  # pages are mapped once, as for a pool that is read often
             digest = self.digest_of([(0, POOL_BYTES)], digests)
             self.read(mover, [self.both(([(0, POOL_BYTES)], [(0, POOL_BYTES)]))], [digest])
@@ -231,7 +259,7 @@ class Bench:
 
     def both(self, pairs: Pairs) -> Both:
         """The runs of a read, as a layout hands them over: arrays."""
-        return Both(runs_at(self.lending.shared.address, pairs[0]), runs_at(self.base, pairs[1]))
+        return Both(runs_at(self.source, pairs[0]), runs_at(self.base, pairs[1]))
 
 
 DIGESTS: dict[str, Digests] = {
@@ -290,6 +318,7 @@ BESIDE = {
     "shm": ("memcpy", ">= 0.8 at 256 MiB"),
     "shm whole": ("memcpy", ">= 0.8"),
     "readv": ("memcpy", ""),
+    "readv whole": ("memcpy", ""),
     "shm xxh3": ("copy + xxh3", ">= 0.9"),
     "readv xxh3": ("copy + xxh3", ">= 0.9"),
     "shm blake3": ("copy + blake3", ""),
@@ -300,6 +329,8 @@ BESIDE = {
 def rows_of(case: Case, took: dict[str, list[float]]) -> list[Row]:
     rows = []
     for way, (other, goal) in BESIDE.items():
+        if way not in took:
+            continue
         own, theirs = statistics.median(took[way]), statistics.median(took[other])
         ratio = statistics.median(b / a for a, b in zip(took[way], took[other], strict=True))
         rate = case.size / 1e9
@@ -316,6 +347,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", default="", help="cases whose name has this word")
+    parser.add_argument("--pages", choices=("plain", "huge"), default="plain")
     options = parser.parse_args()
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
@@ -323,7 +355,7 @@ def main() -> int:
         lend(theirs)
         os._exit(0)
     theirs.close()
-    bench = Bench(msgspec.json.decode(ours.recv(1 << 16), type=Lending))
+    bench = Bench(msgspec.json.decode(ours.recv(1 << 16), type=Lending), options.pages)
     movers = {
         name: bench.movers(made, CHUNKS.get(name, CHUNK_BYTES)) for name, made in DIGESTS.items()
     }
@@ -334,13 +366,13 @@ def main() -> int:
     began = time.process_time()
     time.sleep(IDLE_S)
     idle = (time.process_time() - began) / IDLE_S
-    rows.append(Row("eight idle movers", "cores", idle, None, "", None, "0"))
+    rows.append(Row("idle movers", "cores", idle, None, "", None, "0"))
     for group in movers.values():
         for mover in group.values():
             mover.close()
     ours.close()
     os.wait()
-    report("transfer_local", rows)
+    report("transfer_local", rows, others={"pages": options.pages})
     return 0
 
 

@@ -72,7 +72,7 @@ DEAD: dict[str, str] = {
     "ownerserve.transfer.layout.strided.StridedCopies": TRANSFER,
     "ownerserve.transfer.layout.known.ring.rows_of": TRANSFER,
     "ownerserve.transfer.movers.arena.ArenaBook": TRANSFER,
-    "ownerserve.transfer.movers.arena.ArenaMemory": TRANSFER,
+    "ownerserve.transfer.movers.arena.StagingMemory": TRANSFER,
     "ownerserve.transfer.movers.digests.KeyedBlake3": TRANSFER,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
 }

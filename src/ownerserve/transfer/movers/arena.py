@@ -12,11 +12,12 @@
 | ABANDONED | nobody's to read and nobody's to write: counted, with an age, and used for nothing |
 
 free + reserved + abandoned = capacity, after every step (invariant 1's way, checked by `check`).
-`ArenaBook` is pure and owns who has which bytes; `ArenaMemory` owns the bytes.
+`ArenaBook` is pure and owns who has which bytes; `StagingMemory` owns the bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from bisect import insort
@@ -143,8 +144,9 @@ class ArenaBook:
         assert all(former[1] < latter[0] for former, latter in touching)
 
 
-class ArenaMemory:
-    """`ArenaMemory` is the bytes of an arena: anonymous, page-aligned, touched when first used.
+class StagingMemory:
+    """`StagingMemory` is the bytes of an arena: anonymous, in huge pages where the kernel has them,
+    touched when first used.
 
     `register` is told its address and bytes, for a device that must know them first.
     """
@@ -153,6 +155,8 @@ class ArenaMemory:
         self, capacity_bytes: int, register: Callable[[int, int], object] | None = None
     ) -> None:
         self._memory = mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
         first = ctypes.c_ubyte.from_buffer(self._memory)
         self._address = ctypes.addressof(first)
         del first  # a mapping that is pointed into can't be closed

@@ -22,6 +22,7 @@ from ownerserve.transfer.vocabulary import ReadFailure, Runs
 
 IOV_MAX = 1024
 """Stretches of a call on each side (<limits.h>)."""
+_VECTOR_BYTES = 16
 
 _FAILURES = {
     errno.EPERM: ReadFailure.UNABLE,
@@ -46,8 +47,9 @@ _process_vm_readv.argtypes = (
 def read_memory(pid: int, cuts: Cuts, first: int, end: int) -> int:
     """Copy stretches [first, end), at most IOV_MAX, from that process's memory into this one's.
     Returns the bytes copied, which may be fewer than asked, or a negative errno."""
-    into, out, count = cuts.goals[first:end], cuts.sources[first:end], end - first
-    done = _process_vm_readv(pid, into.ctypes.data, count, out.ctypes.data, count, 0)
+    into, out = cuts.goals.ctypes.data, cuts.sources.ctypes.data
+    at, count = first * _VECTOR_BYTES, end - first
+    done = _process_vm_readv(pid, into + at, count, out + at, count, 0)
     return int(done) if done >= 0 else -ctypes.get_errno()
 
 
