@@ -11,8 +11,8 @@ from ownerserve.transfer.movers.arena import (
     ALIGN_BYTES,
     ArenaBook,
     ArenaFull,
-    StagingMemory,
     Slot,
+    StagingMemory,
 )
 from ownerserve.transfer.movers.digests import RunsMemory
 
@@ -45,7 +45,9 @@ def test_free_stretches_that_touch_are_one_again() -> None:
 
 def test_its_memory_is_registered_once_and_filled_by_slots() -> None:
     registered = []
-    memory = StagingMemory(4 * ALIGN_BYTES, lambda address, size: registered.append((address, size)))
+    memory = StagingMemory(
+        4 * ALIGN_BYTES, lambda address, size: registered.append((address, size))
+    )
     runs = memory.runs(Slot(1, ALIGN_BYTES, 10))
     assert registered == [(int(runs.addresses[0]) - ALIGN_BYTES, 4 * ALIGN_BYTES)]
     RunsMemory(runs).at(int(runs.addresses[0]), 10)[:] = b"0123456789"
