@@ -196,7 +196,6 @@ _MIGRATION = PlacementAction.STATE_MIGRATION
 _APART = PlacementAction.REMOTE_PREFILL
 _RESTORE = PlacementAction.TAIL_RECOMPUTE
 _BRINGING = (_MIGRATION, PlacementAction.ARTIFACT_FETCH)
-_DISK = Tier.DISK
 
 
 class _Offer(NamedTuple):
@@ -283,11 +282,11 @@ def has_more_stored(request: RoutingRequest, worker: Worker) -> bool:
 
 def peer_copy(request: RoutingRequest, worker: Worker) -> Copy | None:
     """Return the longest copy that another worker can send, of equals the least busy one's, from
-    its device where that has it; None when there is none. Nobody sends from a disk."""
+    its device where that has it; None when there is none. Of other tiers what it lends counts."""
     found = None
     for copy in request.copies:
         other = copy.worker
-        if other is None or other is worker or copy.tier is _DISK:
+        if other is None or other is worker or copy.tier not in other.profile.lends:
             continue
         if not shares_state(other, worker):
             continue

@@ -100,6 +100,10 @@ EVERY_ENGINE = frozenset({
 EVERY_ACTION = frozenset(PlacementAction)
 
 
+LENT_TIERS = frozenset((Tier.DEVICE, Tier.HOST))
+"""What a worker is taken to lend that does not say: nobody sends from a disk."""
+
+
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """A profile says what one routing unit is. Candidates are filtered by it; state moves only
     between equal digests.
@@ -125,6 +129,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     is_prefill_measured: bool = True
     """Whether its prefill was measured; else `speed` has an assumed one, and its like that have
     measured theirs stand in for it (fleet.PresumedSpeeds)."""
+    lends: frozenset[Tier] = LENT_TIERS
+    """The tiers from which other workers read its state."""
     are_steps_measured: bool = True
     """Whether its decode steps were measured, in the same way."""
 

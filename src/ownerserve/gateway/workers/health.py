@@ -47,7 +47,7 @@ from ownerserve.kv.wire.status import (
 )
 from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerUp
-from ownerserve.router.worker import EVERY_ENGINE, Profile, Speed, WorkerRole
+from ownerserve.router.worker import EVERY_ENGINE, LENT_TIERS, Profile, Speed, WorkerRole
 
 
 def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[str, ...]]:
@@ -65,6 +65,7 @@ def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[
         sequence_tokens=stated.sequence_tokens,
         is_prefill_measured=stated.speed is not None
         and stated.speed.prefill_measured_s is not None,
+        lends=_lends(stated.lends),
         are_steps_measured=stated.speed is not None and stated.speed.step_measured_s is not None,
     )
     return profile, tuple(problems)
@@ -84,6 +85,13 @@ def _actions(stated: Sequence[str] | None) -> frozenset[PlacementAction]:
     known = {action.value for action in PlacementAction}
     actions = frozenset(PlacementAction(word) for word in stated or () if word in known)
     return actions or EVERY_ENGINE
+
+
+def _lends(stated: Sequence[str] | None) -> frozenset[Tier]:
+    """Return the tiers that are known here of those from which others may read."""
+    if stated is None:
+        return LENT_TIERS
+    return frozenset(Tier(word) for word in stated if word in _TIERS)
 
 
 def _speed(stated: ProfileStatement, default: Speed) -> Speed:

@@ -181,13 +181,15 @@ class AskPrefix(msgspec.Struct, frozen=True, tag="ask_prefix", omit_defaults=Tru
 
 class AskLender(msgspec.Struct, frozen=True, tag="ask_lender", omit_defaults=True):
     """AskLender has a frame of transfer.control.messages for the node that lends, from `reader`.
-    Artifacts are looked for among the first `tokens` tokens of the session, or of its parent."""
+    Artifacts are looked for among the first `tokens` tokens of the session, or of its parent.
+    `boot`: the boot id of the reader's host."""
 
     frame: bytes
     reader: RoutingUnit
     session_id: SessionId | None = None
     parent: SessionId | None = None
     tokens: int = 0
+    boot: str = ""
 
 
 RpcRequest = (
@@ -234,10 +236,12 @@ class PrefixIs(msgspec.Struct, frozen=True, tag="prefix_is", omit_defaults=True)
     tip: bytes = b""
 
 
-class LenderSays(msgspec.Struct, frozen=True, tag="lender_says"):
-    """LenderSays answers `AskLender`, with a frame of transfer.control.messages."""
+class LenderSays(msgspec.Struct, frozen=True, tag="lender_says", omit_defaults=True):
+    """LenderSays answers `AskLender`, with a frame of transfer.control.messages. `memory`: where
+    what was lent lies (node/transfers/memory.py), for a reader on the lender's host."""
 
     frame: bytes
+    memory: bytes = b""
 
 
 RpcAnswer = (

@@ -171,7 +171,8 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
     carry out as the worker that runs the turn. `kv_bytes_per_token` and `kv_bytes_per_sequence`:
     device memory that each token of a sequence takes, and what a sequence takes beside.
     `sequence_tokens`: the longest sequence it takes; 0: not said. `owns_sessions`: it says
-    to a directory what it owns.
+    to a directory what it owns. `lends`: the tiers from which other workers read its state; None:
+    not said.
     """
 
     models: tuple[str, ...] = ()
@@ -185,6 +186,7 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
     rpc: str | None = None
     sequence_tokens: int = 0
     owns_sessions: bool = False
+    lends: tuple[str, ...] | None = None
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -450,6 +452,7 @@ def _profile(fields: _Fields) -> ProfileStatement:
         rpc=fields.rpc_address("rpc"),
         sequence_tokens=fields.count("sequence_tokens"),
         owns_sessions=fields.is_true("owns_sessions"),
+        lends=fields.texts("lends"),
     )
 
 

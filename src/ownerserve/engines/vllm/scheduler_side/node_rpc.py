@@ -290,6 +290,7 @@ class NodeRpcHandler:
             rpc=servers[-1].address if servers else None,
             sequence_tokens=limits.sequence_tokens,
             owns_sessions=self._sessions.owns,
+            lends=(),
         )
 
 
