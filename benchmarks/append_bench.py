@@ -32,7 +32,7 @@ from ownerserve.engines.hf.engine.loop import StepLoop
 from ownerserve.engines.hf.metrics.prometheus import RestoreMetrics, WorkerMetrics
 from ownerserve.engines.hf.metrics.status import WorkerIdentity
 from ownerserve.engines.hf.model.checkpoint import load_checkpoint
-from ownerserve.engines.hf.model.runner import DecodeRow, ModelRunner
+from ownerserve.engines.hf.model.runner import NOBODY, DecodeRow, ModelRunner
 from ownerserve.engines.hf.node.restoring import WithNode
 from ownerserve.engines.hf.scheduling.requests import (
     EngineRequest,
@@ -43,6 +43,7 @@ from ownerserve.engines.hf.scheduling.requests import (
 )
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import SchedulerLimits
+from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import unpack
 from ownerserve.node.vocabulary.chains import PromptPrefixes
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -69,7 +70,13 @@ class NoModel:
     def apply(self, effects: Sequence[Effect]) -> None: ...
 
     def prefill(
-        self, table: Table, tokens: Sequence[int], start: int, *, write_floor: int = 0
+        self,
+        table: Table,
+        tokens: Sequence[int],
+        start: int,
+        *,
+        write_floor: int = 0,
+        turn_id: TurnId = NOBODY,
     ) -> Tensor:
         return self._row
 

@@ -114,7 +114,7 @@ def test_spares_are_no_part_of_the_last_row() -> None:
     assert driver.prefill("first") and driver.prefill("second")
     row = list(driver.cache.table(TurnId("second")).range["kv"])
     driver.abort("second")
-    assert driver.cache.lends.blocks_of(ticket, 0, 9) == row and len(row) == 4
+    assert driver.cache.lends.places.blocks_of(ticket, 0, 9) == row and len(row) == 4
 
 
 def test_two_readers_of_one_block_both_end_before_it_is_free() -> None:
@@ -288,13 +288,15 @@ def test_a_ticket_says_where_what_it_covers_lies() -> None:
         resident = driver.cache.residents.prefix(prompt)
         deep = resident.blocks
         slots = list(resident.range_slots(0, deep))
-        assert lends.blocks_of(ticket, 0, deep, prefix=prefix) == slots
-        assert lends.blocks_of(ticket, 1, deep, prefix=prefix) == slots[1:]
-        assert lends.blocks_of(ticket, deep - 1, deep + 5, prefix=prefix) == slots[-1:]
-        assert lends.points_of(ticket, prefix=prefix) == {deep: resident.point_slots(deep)}
-    assert lends.blocks_of(ticket, 0, 1, prefix=2) == [] and not lends.points_of(ticket, prefix=2)
+        assert lends.places.blocks_of(ticket, 0, deep, prefix=prefix) == slots
+        assert lends.places.blocks_of(ticket, 1, deep, prefix=prefix) == slots[1:]
+        assert lends.places.blocks_of(ticket, deep - 1, deep + 5, prefix=prefix) == slots[-1:]
+        assert lends.places.points_of(ticket, prefix=prefix) == {deep: resident.point_slots(deep)}
+    assert lends.places.blocks_of(ticket, 0, 1, prefix=2) == [] and not lends.places.points_of(
+        ticket, prefix=2
+    )
     lends.end(ticket)
-    assert lends.blocks_of(ticket, 0, 1) == [] and not lends.points_of(ticket)
+    assert lends.places.blocks_of(ticket, 0, 1) == [] and not lends.places.points_of(ticket)
 
 
 @pytest.mark.parametrize("end", ENDS)
@@ -306,10 +308,10 @@ def test_where_private_blocks_lie_is_known_after_their_turn(
     running(driver, "t", 1, 2, 3, 4, upto=2 * B + 3)
     row = reserved(driver, "t")
     ticket = readers.lend_turn("t", idle_s=LONG_S)
-    assert driver.cache.lends.blocks_of(ticket, 1, 9) == row[1:]
+    assert driver.cache.lends.places.blocks_of(ticket, 1, 9) == row[1:]
     end(driver, "t")
-    assert driver.cache.lends.blocks_of(ticket, 0, 9) == row
-    assert driver.cache.lends.blocks_of(ticket, 3, 4) == row[3:4]
+    assert driver.cache.lends.places.blocks_of(ticket, 0, 9) == row
+    assert driver.cache.lends.places.blocks_of(ticket, 3, 4) == row[3:4]
 
 
 def test_a_ticket_stands_no_more_before_anything_of_it_is_given_back(
@@ -361,7 +363,7 @@ def test_a_reader_on_another_thread_signs_nothing_that_changed() -> None:
         prompt = blocks_of(number % 7, tail=1)
         driver.turn(f"{number}", prompt)
         ticket = lends.lend((prompt,), driver.now, idle_s=LONG_S)
-        [slot] = lends.blocks_of(ticket, 0, 1)
+        [slot] = lends.places.blocks_of(ticket, 0, 1)
         jobs.put((ticket, slot, memory["kv", slot]))
         lends.end(ticket)
         memory["kv", slot] = b"another's"

@@ -19,8 +19,10 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, pack
+from ownerserve.kv.regions import Region
 from ownerserve.node.retention import spills
 from ownerserve.node.runtime import node_runtime
+from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage import backing, journal
@@ -101,6 +103,16 @@ class _Slots:
 
     def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
         assert len(data) == 32 * len(slots)
+
+    def regions(self) -> tuple[Region, ...]:
+        return ()
+
+    def watch_layers(self, turn_id: TurnId, told: LayersTold) -> None: ...
+
+    def unwatch_layers(self, turn_id: TurnId) -> None: ...
+
+    def layers_done(self, turn_id: TurnId) -> LayerProgress | None:
+        return None
 
 
 class Node:

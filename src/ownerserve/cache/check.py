@@ -82,7 +82,7 @@ def check_locks(parts: Parts, nodes: list[Node]) -> None:
     receipts = [run.lock for run in parts.running.values()]
     receipts += [session.pin for session in parts.sessions if session.pin is not None]
     receipts += parts.ingest.locks()
-    receipts += [lock for ticket in parts.lends.tickets() for lock in ticket.locks]
+    receipts += [lock for ticket in parts.lends for lock in ticket.locks]
     expected: dict[int, Counter[int]] = {id(node): Counter() for node in nodes}
     for receipt in receipts:
         require(not receipt.is_spent, 5, "a spent receipt is still held")
@@ -105,7 +105,7 @@ def check_lends(parts: Parts, nodes: list[Node]) -> None:
     """Check invariants 1, 5: what a ticket withholds waits for it, what it holds is in the tree,
     and one that follows a turn keeps the path that the turn has sealed.
     """
-    tickets = list(parts.lends.tickets())
+    tickets = list(parts.lends)
     waiting = {slot for ticket in tickets for slot in ticket.withheld}
     require(waiting == set(parts.lends.withheld()), 1, "a block waits for a ticket that is over")
     held = Counter(id(stop) for ticket in tickets for stop in ticket.points)

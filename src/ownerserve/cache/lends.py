@@ -19,37 +19,17 @@ that finds none revokes tickets, the oldest first. Whoever runs the cache calls 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
-
-import msgspec
 
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.sessions import Running
+from ownerserve.cache.tickets import LentPlaces, Ticket
 from ownerserve.cache.tree import prefix_tree
-from ownerserve.cache.tree.prefix_tree import Node, PrefixTree, Receipt, ResumeDepth
+from ownerserve.cache.tree.prefix_tree import Node, PrefixTree, ResumeDepth
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import Packed
-
-
-class Ticket(msgspec.Struct, eq=False):
-    """A ticket stands until `until_s`, which each read puts off to `idle_s` after it.
-
-    `locks` keep paths, one for each prefix that was lent, and `points` their point state; `turn_id`
-    is the running turn that it follows, if any, whose path is the first of the locks. `withheld`
-    are blocks which that turn gave back, the last of them (from `tail` on) those that came behind
-    its sealed path when it ended.
-    """
-
-    number: int
-    idle_s: float
-    until_s: float
-    locks: list[Receipt]
-    points: list[ResumeDepth]
-    turn_id: TurnId | None = None
-    withheld: list[int] = []
-    tail: int = 0
 
 
 class Lends:
@@ -64,11 +44,17 @@ class Lends:
         self._standing: dict[int, Ticket] = {}
         self._following: dict[TurnId, list[Ticket]] = {}
         self._withheld: Counter[int] = Counter()  # how many tickets each block waits for
+        self.places = LentPlaces(
+            self._standing, self._withheld, running, point_names=pools.layout.point_names
+        )
         self._numbers = 0
         self._next_end_s = inf  # no ticket ends before
 
     def __len__(self) -> int:
         return len(self._standing)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._standing.values())
 
     # -- a reader's calls ----------------------------------------------------------------------
 
@@ -141,39 +127,6 @@ class Lends:
         for slot in free:
             del self._withheld[slot]
         self._pools.blocks.give(free)
-
-    # -- what a ticket covers ------------------------------------------------------------------
-
-    def blocks_of(self, number: int, first: int, end: int, *, prefix: int = 0) -> list[int]:
-        """Return the slots, the same in every range component, of blocks [first, end) of the
-        ticket's `prefix`-th prefix: as many of them as it covers, none when it is over.
-
-            of a turn that is followed    |== sealed path ==|-- private --|    its present row
-            of one that has ended         |== sealed path ==|-- withheld -|    its last row
-        """
-        ticket = self._standing.get(number)
-        if ticket is None or not 0 <= prefix < len(ticket.locks):
-            return []
-        lock = ticket.locks[prefix]
-        if ticket.turn_id is not None and not prefix:
-            return self._running[ticket.turn_id].row[first:end]
-        row = prefix_tree.row(lock.node, lock.depth)
-        if not prefix:
-            row += ticket.withheld[ticket.tail :]
-        return row[first:end]
-
-    def points_of(self, number: int, *, prefix: int = 0) -> dict[int, dict[str, int]]:
-        """Return the point state that the ticket holds on its `prefix`-th prefix: by depth, in
-        blocks, the slot of each component."""
-        ticket = self._standing.get(number)
-        if ticket is None or not 0 <= prefix < len(ticket.locks):
-            return {}
-        lock, names = ticket.locks[prefix], self._pools.layout.point_names
-        return {
-            stop.depth: stop.point_slots(names)
-            for stop in ticket.points
-            if stop.depth <= lock.depth and prefix_tree.locate(lock.node, stop.depth) is stop.node
-        }
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -254,24 +207,8 @@ class Lends:
             stop.holds += 1
             ticket.points.append(stop)
 
-    # -- what the checks, the metrics and the border read --------------------------------------
+    # -- what the checks and the metrics read --------------------------------------------------
 
     def withheld(self) -> list[int]:
         """List the blocks that no turn and no path has, which wait for a ticket's end."""
         return list(self._withheld)
-
-    def tickets(self) -> Iterable[Ticket]:
-        """Iterate over the tickets that are not over."""
-        return self._standing.values()
-
-    def covers_beyond(self, limit: int) -> bool:
-        """Tell whether somebody may be reading a block whose slot is `limit` or more."""
-        if max(self._withheld, default=-1) >= limit:
-            return True
-        for ticket in self._standing.values():
-            run = None if ticket.turn_id is None else self._running[ticket.turn_id]
-            rows = [prefix_tree.row(lock.node, lock.depth) for lock in ticket.locks]
-            rows.append([] if run is None else run.row)
-            if any(max(row, default=-1) >= limit for row in rows):
-                return True
-        return False

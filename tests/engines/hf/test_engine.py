@@ -12,12 +12,15 @@ pytest.importorskip("transformers")
 
 from ownerserve.engines.hf.engine import loop  # noqa: E402
 from ownerserve.engines.hf.engine.commands import EngineDead  # noqa: E402
+from ownerserve.engines.hf.node.port import HfPort  # noqa: E402
 from ownerserve.engines.hf.scheduling.requests import (  # noqa: E402
     Admitted,
     Sampling,
     WorkerRefusal,
 )
+from ownerserve.kv.ids import TurnId  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
+from ownerserve.node.runtime.engine_port import LayerProgress  # noqa: E402
 from tests.support.hf.engine_rig import (  # noqa: E402
     TOLERANCE,
     Answer,
@@ -45,6 +48,21 @@ def test_alone_and_under_mixed_load(name: str) -> None:
     for answer in rig.play(scenario):
         assert_right(answer, name=name)
         assert len(answer.tokens()) == answer.request.stopping.max_tokens
+
+
+def test_who_watches_a_turn_hears_of_each_of_its_forwards() -> None:
+    """All chunks of its prompt and all tokens that it computes, of nobody else's."""
+    rig = Rig("tiny-qwen3")
+    told: list[LayerProgress] = []
+    HfPort(rig.runner).watch_layers(TurnId("watched.0"), told.append)
+    requests = [request("watched", text(90), new=4), request("other", text(70, seed=1), new=9)]
+    answers = rig.play(lambda: rig.ask(*requests))
+    assert all(answer.failed is None for answer in answers)
+    layers = max(one.layers["dense"] for one in told)
+    spans = [(one.start, one.end) for one in told if one.layers["dense"] == layers]
+    assert [start for start, _ in spans] == [0, *(end for _, end in spans[:-1])]
+    assert spans[-1][1] == 90 + 3, "the last token is never computed"
+    assert len(told) == len(spans) * layers
 
 
 def test_preempted_and_resumed() -> None:

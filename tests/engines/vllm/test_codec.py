@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ownerserve.engines.hf.state.paged import DevicePool
+from ownerserve.engines.hf.state.pools import DevicePool
 from ownerserve.engines.hf.state.states import describe as hf_describe
 from ownerserve.engines.vllm.layout import shape as vllm_shape
 from ownerserve.engines.vllm.layout.codec import PageCodec

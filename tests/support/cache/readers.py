@@ -70,7 +70,7 @@ class Readers:
     def look(self) -> None:
         """Compare what each standing ticket covers with what it was, and note what is new."""
         driver, parts = self.driver, parts_of(self.driver.cache)
-        standing = {one.number for one in parts.lends.tickets() if one.until_s > driver.now}
+        standing = {one.number for one in parts.lends if one.until_s > driver.now}
         pools = (parts.pools.blocks, *parts.pools.points)
         free = {pool.name: set(pool.free_slots()) for pool in pools}
         for name in driver.layout.range_names:
@@ -97,13 +97,13 @@ class Readers:
         whole = len(tokens) // BLOCK_BYTES
         assert lends.stands(ticket)
         for first, end in ((0, whole), (whole // 2, whole)):
-            slots = lends.blocks_of(ticket, first, end)
+            slots = lends.places.blocks_of(ticket, first, end)
             assert len(slots) == end - first, "a block that is lent has no place"
             for number, slot in enumerate(slots, first):
                 for name in driver.layout.range_names:
                     prefix = tokens[: (number + 1) * BLOCK_BYTES]
                     assert driver.memory[name, slot] == prefix, "the place of another block"
-        for depth, point in lends.points_of(ticket).items():
+        for depth, point in lends.places.points_of(ticket).items():
             for name, slot in point.items():
                 assert driver.memory[name, slot] == tokens[: depth * BLOCK_BYTES]
 

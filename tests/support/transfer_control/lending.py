@@ -206,7 +206,7 @@ class Lending:
     def _tell_revoked(self) -> None:
         """Some engines say at once which tickets a turn has revoked."""
         if self.tells_revoked:
-            stand = {ticket.number for ticket in self.node.parts.lends.tickets()}
+            stand = {ticket.number for ticket in self.node.parts.lends}
             for ticket in [one for one in self.standing if one not in stand]:
                 self._over(ticket)
 

@@ -138,7 +138,7 @@ class Border:
         pools = self._pools
         if any(slot >= limit for slot in self._ingest.block_slots()):
             return False
-        if self._lends.covers_beyond(limit):
+        if self._lends.places.covers_beyond(limit):
             return False
         missing = pools.blocks.used - limit
         if missing > 0:

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Protocol
 
 import msgspec
 
@@ -29,6 +28,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
+from ownerserve.node.runtime.engine_port import EnginePort
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart, PeerTier
 from ownerserve.node.storage.journal import Journal
@@ -61,7 +61,6 @@ from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.plan.explain import summary
-from ownerserve.plan.inputs import Abilities
 from ownerserve.store.format.model import (
     AlreadyStored,
     Meta,
@@ -74,30 +73,6 @@ from ownerserve.store.format.model import (
 from ownerserve.store.service.runtime import NotYet, Ticket
 from ownerserve.store.tiers.backend import Reservation
 from ownerserve.store.tiers.remote import RemoteTier
-
-
-class EnginePort(Protocol):
-    """An `EnginePort` is what a node needs of an engine, and the only thing it knows about one.
-
-    Called between two steps, on the thread that owns the cache. `abilities` says what the engine
-    can do; the planner offers nothing else, and nothing in the node asks which engine it is. Slots
-    are indices into a component's pool, as the cache hands them out.
-    """
-
-    @property
-    def abilities(self) -> Abilities:
-        """`abilities` are what the engine can do for a restore."""
-        ...
-
-    def read_slots(self, component: str, slots: Sequence[int]) -> memoryview:
-        """Return the bytes of `slots`, one after another: a copy that no later step changes."""
-        ...
-
-    def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
-        """Write `data`, as `read_slots` gives it, into `slots`. Raises SpecMismatch when `data` has
-        another length."""
-        ...
-
 
 log = logging.getLogger("ownerserve.node")
 

@@ -14,7 +14,7 @@ from ownerserve.cache.effects import (  # noqa: E402
     ResetState,
     SavePoint,
 )
-from ownerserve.engines.hf.state.paged import DevicePool, Pools  # noqa: E402
+from ownerserve.engines.hf.state.pools import DevicePool, Pools  # noqa: E402
 from ownerserve.engines.hf.state.states import ComponentTensors, ModelStates, StateTensor  # noqa: E402
 from ownerserve.kv.errors import InvalidInput, SpecMismatch  # noqa: E402
 from ownerserve.kv.specs import Coverage  # noqa: E402

@@ -46,7 +46,7 @@ from ownerserve.engines.hf.metrics.status import (
     worker_profile,
     worker_status,
 )
-from ownerserve.engines.hf.model.runner import DecodeRow, Sampler, sample
+from ownerserve.engines.hf.model.runner import NOBODY, DecodeRow, Sampler, sample
 from ownerserve.engines.hf.model.text import Choice, Decoder
 from ownerserve.engines.hf.node.restoring import (
     STOP_WITHIN_S,
@@ -180,7 +180,13 @@ class RunnerPort(Protocol):
         ...
 
     def prefill(
-        self, table: Table, tokens: Sequence[int], start: int, *, write_floor: int = 0
+        self,
+        table: Table,
+        tokens: Sequence[int],
+        start: int,
+        *,
+        write_floor: int = 0,
+        turn_id: TurnId = NOBODY,
     ) -> Tensor:
         """Compute `tokens` of one sequence from position `start` on and return logits [kept,
         vocab]."""
@@ -516,12 +522,16 @@ class StepLoop:
         turns: list[TurnId] = []
         logits: list[Tensor] = []
         if plan.rows:
-            rows = [DecodeRow(row.table, row.token, row.position) for row in plan.rows]
+            rows = [DecodeRow(row.table, row.token, row.position, row.turn_id) for row in plan.rows]
             logits += self._runner.decode(rows).unbind(0)
             turns += [row.turn_id for row in plan.rows]
         for chunk in plan.chunks:
             last = self._runner.prefill(
-                chunk.table, chunk.tokens, chunk.start, write_floor=chunk.write_floor
+                chunk.table,
+                chunk.tokens,
+                chunk.start,
+                write_floor=chunk.write_floor,
+                turn_id=chunk.turn_id,
             )[-1]
             logits += [last] * len(chunk.sample_for)
             turns += chunk.sample_for

@@ -9,7 +9,7 @@ A `Sampler` owns one choice's random generator and knows nothing of batches' mak
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,17 +18,22 @@ from torch import Tensor
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.layout import Table
+from ownerserve.engines.hf.model.progress import LayerWatches, Span
 from ownerserve.engines.hf.scheduling.requests import EngineRequest, Sampled, Sampling, TokenLogprob
 from ownerserve.engines.hf.state.layers import PagedCache
-from ownerserve.engines.hf.state.paged import ForwardRows, Pools, batch_inputs
+from ownerserve.engines.hf.state.paged import ForwardRows, batch_inputs
+from ownerserve.engines.hf.state.pools import Pools
 from ownerserve.engines.hf.state.states import describe
 from ownerserve.engines.hf.state.v4 import borrow
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.frame import PayloadPart
+from ownerserve.kv.ids import TurnId
 from ownerserve.plan.inputs import ModelState
 
 ALL_LOGITS = 0
+NOBODY = TurnId("")
+"""A turn that nobody can watch."""
 
 
 class DecodeRow(msgspec.Struct):
@@ -37,6 +42,7 @@ class DecodeRow(msgspec.Struct):
     table: Table
     token: int
     position: int
+    turn_id: TurnId = NOBODY
 
 
 class ModelRunner:
@@ -60,6 +66,11 @@ class ModelRunner:
         )
         self._borrowed = borrow(model) if self._states.compresses else None
         self._pools: Pools | None = None
+        self.watches = LayerWatches(
+            [plan.index for plan in self._states.layers],
+            components=tuple(one.name for one in self._states.range_sections),
+        )
+        """`watches` are told how far a forward is, layer by layer."""
         self.device: torch.device = model.device
         self.layout = self._states.layout()
         self.vocab_size: int = model.config.vocab_size
@@ -83,6 +94,7 @@ class ModelRunner:
         *,
         write_floor: int = 0,
         logits_to_keep: int = 1,
+        turn_id: TurnId = NOBODY,
     ) -> Tensor:
         """Compute positions [start, start + len(tokens)) of one sequence and return logits [kept,
         vocab].
@@ -90,12 +102,15 @@ class ModelRunner:
         `logits_to_keep`: how many last positions to give logits for; ALL_LOGITS for all.
         `write_floor`: range entries of tokens below it are read, never written (exact replay: the
         state block is rebuilt while sealed blocks stay as they are). The state block of a
-        sequence at position 0 must have been reset.
+        sequence at position 0 must have been reset. `turn_id`: whose tokens they are, for who
+        watches the turn's layers.
         """
         if not tokens:
             raise InvalidInput("tokens", "none given", "prefill one token or more")
         span = self._span([table], [start], new_tokens=len(tokens), write_floor=write_floor)
-        return self._forward(span, [tokens], inputs={"logits_to_keep": logits_to_keep})[0]
+        watched = [Span(turn_id, start, start + len(tokens))]
+        inputs = {"logits_to_keep": logits_to_keep}
+        return self._forward(span, [tokens], inputs=inputs, watched=watched)[0]
 
     def decode(self, rows: Sequence[DecodeRow]) -> Tensor:
         """Compute one token for each row, all in one forward, and return logits [rows, vocab]."""
@@ -103,7 +118,9 @@ class ModelRunner:
             raise InvalidInput("rows", "none given", "decode one row or more")
         span = self._span([row.table for row in rows], [row.position for row in rows], new_tokens=1)
         inputs = batch_inputs(self._states, span, dtype=self._dtype) if len(rows) > 1 else {}
-        return self._forward(span, [[row.token] for row in rows], inputs=inputs)[:, -1]
+        watched = (Span(row.turn_id, row.position, row.position + 1) for row in rows)
+        tokens = [[row.token] for row in rows]
+        return self._forward(span, tokens, inputs=inputs, watched=watched)[:, -1]
 
     def read_slot(self, component: str, slot: int) -> bytes:
         """Return all bytes of a slot, as they lie in the pool (its layout's `slot_bytes`)."""
@@ -160,10 +177,27 @@ class ModelRunner:
         )
 
     def _forward(
-        self, span: ForwardRows, tokens: Sequence[Sequence[int]], *, inputs: Mapping[str, Any]
+        self,
+        span: ForwardRows,
+        tokens: Sequence[Sequence[int]],
+        *,
+        inputs: Mapping[str, Any],
+        watched: Iterable[Span],
     ) -> Tensor:
-        """Run the model over the tokens [R, q] and return logits [R, kept, vocab]."""
-        cache = PagedCache(self._states, span, self.allocated, borrowed=self._borrowed)
+        """Run the model over the tokens [R, q] and return logits [R, kept, vocab].
+
+        Who watches a turn of `watched` hears of each layer, and of all at the end; on another
+        device only then, when it has done all that it was given.
+        """
+        is_watched = self.watches.begin(watched)
+        is_host = self.device.type == "cpu"
+        cache = PagedCache(
+            self._states,
+            span,
+            self.allocated,
+            borrowed=self._borrowed,
+            layers_done=self.watches.done if is_watched and is_host else None,
+        )
         with torch.inference_mode():
             output = self._model(
                 input_ids=torch.tensor(tokens, dtype=torch.int64, device=self.device),
@@ -172,6 +206,10 @@ class ModelRunner:
                 use_cache=True,
                 **inputs,
             )
+        if is_watched:
+            if not is_host:
+                torch.accelerator.synchronize()
+            self.watches.done(len(self._states.layers))
         logits: Tensor = output.logits
         return logits
 

@@ -17,7 +17,10 @@ from xxhash import xxh3_128_digest
 from ownerserve.engines.hf.model.checkpoint import LoadedCheckpoint
 from ownerserve.engines.hf.model.runner import ModelRunner
 from ownerserve.kv.frame import FORMAT
+from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import SALT_BYTES, Identity, Numerics
+from ownerserve.kv.regions import Region
+from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 from ownerserve.node.storage.model_config import canonical, config_facts, state_facts
 from ownerserve.node.storage.weights import weight_files_digest
 from ownerserve.plan.inputs import HF, Abilities
@@ -41,6 +44,18 @@ class HfPort:
 
     def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
         self._runner.write_slots(component, slots, data)
+
+    def regions(self) -> tuple[Region, ...]:
+        return self._runner.allocated.regions()
+
+    def watch_layers(self, turn_id: TurnId, told: LayersTold) -> None:
+        self._runner.watches.watch(turn_id, told)
+
+    def unwatch_layers(self, turn_id: TurnId) -> None:
+        self._runner.watches.unwatch(turn_id)
+
+    def layers_done(self, turn_id: TurnId) -> LayerProgress | None:
+        return self._runner.watches.of(turn_id)
 
 
 def identity_of(checkpoint: LoadedCheckpoint, runner: ModelRunner) -> Identity:

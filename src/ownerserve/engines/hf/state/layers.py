@@ -17,13 +17,14 @@ those that modeling and mask code call; transformers 5.19.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from ownerserve.engines.hf.state.paged import EntryAddresses, ForwardRows, Pools
+from ownerserve.engines.hf.state.paged import EntryAddresses, ForwardRows
+from ownerserve.engines.hf.state.pools import Pools
 from ownerserve.engines.hf.state.states import CSA_TAIL, HCA_TAIL, LayerPlan, ModelStates
 from ownerserve.engines.hf.state.v4 import Borrowed
 from ownerserve.kv.descriptor import TailForm
@@ -368,8 +369,20 @@ class PagedCache:
     is_compileable = False
 
     def __init__(
-        self, states: ModelStates, span: ForwardRows, pools: Pools, *, borrowed: Borrowed | None
+        self,
+        states: ModelStates,
+        span: ForwardRows,
+        pools: Pools,
+        *,
+        borrowed: Borrowed | None,
+        layers_done: Callable[[int], None] | None = None,
     ) -> None:
+        """`layers_done` is told of how many layers, from the first, all state is in the pools: a
+        layer's own last call says so where it has one, else the next layer's first."""
+        self._layers_done = layers_done
+        self._is_done_by_update = [
+            plan.index.keys() in ({DENSE}, {WINDOW}) for plan in states.layers
+        ]
         self._span = span
         self._window_tokens = states.window_tokens
         self.is_sliding = [WINDOW in plan.index for plan in states.layers]
@@ -395,7 +408,12 @@ class PagedCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
+        told = self._layers_done
+        if told is not None:
+            told(layer_idx)  # those before it
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(key_states, value_states)
+        if told is not None and self._is_done_by_update[layer_idx]:
+            told(layer_idx + 1)
         return updated
 
     def has_previous_state(self, layer_idx: int) -> bool:
@@ -407,6 +425,8 @@ class PagedCache:
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, **_: Any) -> Tensor:
         state: Tensor = self.layers[layer_idx].update_recurrent_state(recurrent_states)
+        if self._layers_done is not None:
+            self._layers_done(layer_idx + 1)
         return state
 
 
