@@ -3,7 +3,9 @@
     python -m tests.support.transfer_control.mutations [SEEDS]     which seed first misses each
 
 The machines' own `check` is taken out too, so that it is the schedules which notice: by bytes,
-slots, tickets and deadlines. Not in the list is what only a peer that lies would show (pieces that
+slots, tickets and deadlines. With digests that were made while the ticket stood, wrong bytes are
+found without a second look at the ticket; what shows when that look is missing is that nobody took
+it, and not the bytes. Not in the list is what only a peer that lies would show (pieces that
 nobody asked for, ranks that are not served), and what costs time and nothing else (backoff, the
 silent peer, what is told at the end): test_target.py has them as scenarios.
 """
@@ -103,6 +105,7 @@ class Caught(NamedTuple):
 
 LATE = {
     "TransferSource._is_after": 589,
+    "TransferSource._is_of": 441,
 }
 """Removals that the first schedules do not miss, and a schedule that does."""
 
