@@ -98,6 +98,11 @@ def test_a_store_below_a_file_fails(tmp_path: Path) -> None:
     assert store["mend"]
 
 
+def test_the_roads_of_transfer_are_tried() -> None:
+    [roads] = [one for one in doctor()[1]["checks"] if one["check"] == "transfer roads"]
+    assert roads["level"] == "ok" and roads["found"].startswith("tcp; shm, readv on this host")
+
+
 @pytest.mark.parametrize(
     ("answer", "level"), [(b"+PONG\r\n", "ok"), (b"-NOAUTH\r\n", "warn"), (b"HTTP/1.1 400", "fail")]
 )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -183,6 +184,14 @@ def test_another_protocol_is_told(said: bytes, then: str, found: str) -> None:
         code, roads = check(address)
     assert (code, roads["tcp"]["state"]) == (1, "closed")
     assert found in roads["tcp"]["found"]
+
+
+def test_a_rpc_port_is_told() -> None:
+    """ZeroMQ hangs up at our first words; who says nothing hears its own."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        code, roads = check(f"127.0.0.1:{port}")
+    assert code == 1 and "another protocol: ZeroMQ" in roads["tcp"]["found"]
 
 
 def test_another_host_is_not_asked_without_a_key() -> None:

@@ -32,21 +32,26 @@ def check(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
 
 @contextmanager
 def impostor(said: bytes, *, then: str) -> Iterator[str]:
-    """A port that is no lender's: it says something to whoever comes, and `then` it "closes" or
+    """A port that is no lender's: it says something to each who comes, and `then` it "closes" or
     "waits"."""
-    with socket.create_server(("127.0.0.1", 0)) as server, suppress(OSError):
+    with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.sendall(said)
-                if then == "waits":
-                    while connection.recv(1024):
+            while True:
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(said)
+                    while then == "waits" and connection.recv(1024):
                         pass
 
-        thread = threading.Thread(target=serve)
+        def until_closed() -> None:
+            with suppress(OSError):
+                serve()
+
+        thread = threading.Thread(target=until_closed)
         thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
         thread.join()
 
 

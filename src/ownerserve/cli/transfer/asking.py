@@ -39,10 +39,14 @@ from ownerserve.transfer.vocabulary import FramePiece
 
 WAIT_S = 3.0
 """What each step may take: hosts of a fleet are milliseconds apart."""
+UNASKED_S = 0.5
 QUESTIONS = 11
 NOBODYS_TICKET = (1 << 64) - 1
 _PIECE = FramePiece(bytes(ARTIFACT_BYTES), 0, 1, 0, 1)
+_SILENT = "it takes the connection and says nothing: another protocol, or a frozen process"
+_AT_ONCE = "it closes at once: another protocol, or it has all the connections that it takes"
 _NAME_IT = "name a worker's --transfer-port, or the port of a `transfer serve`"
+_LOOK = "look into its log"
 _SAME_KEY = f"give the {OPTION} that it was started with"
 _SPOKEN = (
     (b"\xff\0\0\0", "ZeroMQ, as a worker's rpc port and a directory do"),
@@ -61,6 +65,10 @@ class NotOpen(Exception):
         self.found, self.mend = found, mend
 
 
+class _ClosedAtOnce(Exception):
+    """Who is there closes the connection at our first words, and says nothing."""
+
+
 def ask_lender(host: str, port: int, key: TransferKey | None) -> RoadFound:
     """Find out whether somebody lends there to who has this key, and how soon an answer comes."""
     where = f"{host}:{port}"
@@ -70,8 +78,14 @@ def ask_lender(host: str, port: int, key: TransferKey | None) -> RoadFound:
             raise NotOpen("another host, and no key is given: nobody is known there", _SAME_KEY)
         with _connected(address, port) as peer:
             round_trip_ms = _round_trip_ms(peer, _greet(peer, key))
+    except _ClosedAtOnce:
+        found = f"{where}: {_told_of(_unasked(address, port)) or _AT_ONCE}"
+        return RoadFound("tcp", RoadState.CLOSED, found, _NAME_IT)
     except NotOpen as reason:
         return RoadFound("tcp", RoadState.CLOSED, f"{where}: {reason.found}", reason.mend)
+    except OSError as error:
+        found = f"{where}: it hung up amid the handshake: {error.strerror or error}"
+        return RoadFound("tcp", RoadState.CLOSED, found, _LOOK)
     fits = "no key is asked for" if key is None else "the key fits"
     found = f"{where}: {fits}, {round_trip_ms:.3g} ms a round trip"
     return RoadFound("tcp", RoadState.OPEN, found, round_trip_ms=round_trip_ms)
@@ -109,9 +123,9 @@ def _greet(peer: socket.socket, key: TransferKey | None) -> ConnectionKeys:
     """Show each other the key. Raises NotOpen."""
     nonce = os.urandom(NONCE_BYTES)
     handshake = ReaderHandshake(key, nonce)
-    welcome = _said(peer, handshake.hello, WELCOME_BYTES)
+    welcome = _said(peer, handshake.hello, WELCOME_BYTES, begin=MAGIC)
     if not welcome.startswith(MAGIC):
-        raise NotOpen(_told_of(welcome), _NAME_IT)
+        raise NotOpen(_told_of(welcome) or _SILENT, _NAME_IT)
     try:
         proof, keys = handshake.welcomed(welcome)
     except Corrupt as error:
@@ -134,20 +148,29 @@ def _other_key(key: TransferKey | None, nonce: bytes, welcome: bytes) -> NotOpen
 
 
 def _told_of(said: bytes) -> str:
-    """Tell what speaks there, by what it said first."""
-    if not said:
-        return "it takes the connection and says nothing: another protocol, or a frozen process"
+    """Tell what speaks there, by what it said first; nothing, where it said nothing."""
     names = [name for begin, name in _SPOKEN if said.startswith(begin)]
-    return f"another protocol: {names[0] if names else repr(said[:16])}"
+    return f"another protocol: {names[0] if names else repr(said[:16])}" if said else ""
 
 
-def _said(peer: socket.socket, question: bytes, count: int) -> bytes:
-    """Return what is said after a question: less than `count` bytes, where no more comes in time.
-    Raises NotOpen where the other side closes and has said nothing."""
+def _unasked(address: str, port: int) -> bytes:
+    """Return what is said there to who says nothing, as some protocols do."""
+    try:
+        with _connected(address, port) as peer:
+            peer.settimeout(UNASKED_S)
+            return peer.recv(WELCOME_BYTES)
+    except (NotOpen, OSError):
+        return b""
+
+
+def _said(peer: socket.socket, question: bytes, count: int, *, begin: bytes = b"") -> bytes:
+    """Return what is said after a question: less than `count` bytes, where no more comes in time,
+    or where it does not begin as it should. Raises _ClosedAtOnce where the other side closes and
+    has said nothing."""
     said, until_s = b"", time.monotonic() + WAIT_S
     try:
         peer.sendall(question)
-        while len(said) < count:
+        while len(said) < count and said.startswith(begin[: len(said)]):
             peer.settimeout(max(1e-3, until_s - time.monotonic()))
             more = peer.recv(count - len(said))
             if not more:
@@ -157,7 +180,7 @@ def _said(peer: socket.socket, question: bytes, count: int) -> bytes:
         pass
     except OSError as error:
         if not said:
-            raise NotOpen("it closes at once: full, or another protocol", _NAME_IT) from error
+            raise _ClosedAtOnce from error
     return said
 
 
@@ -171,9 +194,9 @@ def _round_trip_ms(peer: socket.socket, keys: ConnectionKeys) -> float:
         answer = _said(peer, signing.frame(body), ANSWER_BYTES)
         took_ms.append(1e3 * (time.perf_counter() - begun_s))
         if len(answer) < ANSWER_BYTES:
-            raise NotOpen("it stopped answering", "look into its log")
+            raise NotOpen("it stopped answering", _LOOK)
         try:
             decode_answer(checking.body(answer))
         except Corrupt as error:
-            raise NotOpen(str(error), "look into its log") from error
+            raise NotOpen(str(error), _LOOK) from error
     return statistics.median(took_ms)
