@@ -77,16 +77,16 @@ def test_what_waits_at_the_target_takes_its_room_first() -> None:
         (CALM, 11_000, True),
         ((RefillShare(0, 0.0), RefillShare(30_000, 1.0)), 10_300, False),
     ],
-    ids=["says nothing", "full", "has room", "a wait longer than the turn", "room for this"],
+    ids=["says nothing", "full", "has room", "a longer wait", "room for this"],
 )
-def test_a_home_with_room_is_left_only_for_a_wait_that_is_longer_than_the_turn(
+def test_a_home_with_room_is_left_only_for_a_wait_that_is_longer_than_its_state_takes(
     shares: tuple[RefillShare, ...], pending: int, moves: bool
 ) -> None:
-    """500 new tokens and 100 of an answer take 105 ms there; 10,300 before it take 103, and are hot
+    """The 10,500 tokens of its state take 105 ms to compute; 10,300 before it take 103, and are hot
     for a session. Where home has to displace what comes back soon its leaving spares that."""
     fleet, (home, other) = hot_fleet(CALM, pending=0)
     states(fleet, home, shares, pending=pending)
-    decision = decide(owned(home), fleet)
+    decision = decide(owned(home, context=10_500), fleet)
     assert (decision.worker is other) is moves
     assert decision.reason is (DispatchReason.HOT_OWNER if moves else DispatchReason.OWNER)
 

@@ -9,7 +9,7 @@ wins. Without an owner, the holders and the k least loaded are priced.
 A session leaves its home only for a worker that can take it without having to bring back soon what
 it displaces: the refill share that the worker states is a gate and no price. By the same word a
 home has room, so that nobody there is spared by a move: it is left only for a wait that is longer
-than the turn itself.
+than the session's state would take to be computed anew.
 """
 
 from __future__ import annotations
@@ -158,12 +158,13 @@ class OwnerServe:
 
     def _keeps(self, request: RoutingRequest, home: Worker, pressure_ms: float) -> bool:
         """Return whether a home under a pressure over T_hot keeps the session: by its own word it
-        has room for the turn, and the turn takes no less time there than it waits."""
-        tokens = request.prompt_tokens + request.output_tokens - request.cached_on(home)
-        share = home.load.refill_share(tokens)
+        has room for the turn, so that leaving spares nobody's state, and the wait is no longer than
+        the session's own would take to be computed anew: so much a move may cost elsewhere."""
+        tokens = request.prompt_tokens + request.output_tokens
+        share = home.load.refill_share(tokens - request.cached_on(home))
         if share is None or share > self._settings.move_refill_share:
             return False
-        return pressure_ms <= self._pricer.local(request, home).compute_ms
+        return pressure_ms <= home.speed.prefill.ms(request.known_tokens, 0)
 
     def _wish(
         self, request: RoutingRequest, home: Worker, target: Worker | None, best: Option
