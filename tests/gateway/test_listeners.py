@@ -17,7 +17,16 @@ from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.listening import ADMIN, DIRECTORY, GATEWAY, LISTENERS, RPC, WORKER, ServicePort
+from ownerserve.kv.listening import (
+    ADMIN,
+    DIRECTORY,
+    GATEWAY,
+    LISTENERS,
+    RPC,
+    TRANSFER,
+    WORKER,
+    ServicePort,
+)
 from tests.gateway.test_cli import gateway as running
 from tests.support.children import ROOT
 from tests.support.net import listening
@@ -101,6 +110,7 @@ COMMANDS: list[tuple[click.Command, ServicePort]] = [
     (serve, DIRECTORY),
     (worker.command, WORKER),
     (worker.command, RPC),
+    (worker.command, TRANSFER),
 ]
 
 

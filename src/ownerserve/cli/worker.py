@@ -16,13 +16,14 @@ from ownerserve.cli.options import PORT, SEED, Finite, check_host, curve_key_opt
 from ownerserve.cli.output import OutputFile, OutputFolder, console_for, json_option, write_json
 from ownerserve.directory.opening import opener_of
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.listening import LOOPBACK, RPC, WORKER, Protection, check_reach
+from ownerserve.kv.listening import LOOPBACK, RPC, TRANSFER, WORKER, Protection, check_reach
 from ownerserve.kv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from ownerserve.engines.hf.build import HfWorker, WorkerOptions
     from ownerserve.kv.wire.curve import FleetKey
     from ownerserve.node.storage.limits import StoreLimits
+    from ownerserve.node.transfers.opening import TransferPlace
 
 
 @click.command()
@@ -212,6 +213,30 @@ if TYPE_CHECKING:
     show_default=True,
     help="Address of the RPC port; off loopback it needs --curve-key-file.",
 )
+@click.option(
+    "--transfer-host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address at which other workers read this one's KV (TCP); off loopback it needs"
+    " --curve-key-file.",
+)
+@click.option(
+    "--transfer-port",
+    default=0,
+    show_default=True,
+    type=PORT,
+    metavar="PORT",
+    help="Its port; 0: a free one. A worker without --store, --host-cache or --remote lends nothing"
+    " and reads nothing.",
+)
+@click.option(
+    "--transfer-roads",
+    default="shm,readv,tcp",
+    show_default=True,
+    metavar="ROADS",
+    help="How it reads other workers' KV, tried in that order: shm and readv reach workers of this"
+    " host (`ownerserve transfer check` says whether they are open), tcp all.",
+)
 @curve_key_option
 @click.option(
     "--worker-id",
@@ -304,7 +329,7 @@ def _serve(
     closing.callback(rpc.stop)
     bound = listen(str(flags["host"]), int(str(flags["port"])), protection=_protection(flags))
     closing.callback(bound.close)
-    options = replace(_options(flags, sizes), fleet_key=key)
+    options = replace(_options(flags, sizes), fleet_key=key, transfer=_place(flags, key))
     import torch
 
     from ownerserve.engines.hf.build import build_worker
@@ -315,13 +340,20 @@ def _serve(
     worker_id = str(flags["worker_id"] or worker_id_of(bound))
     worker = build_worker(replace(options, worker_id=worker_id))
     worker.metrics.registry.register(RpcCollector(rpc.counts))
-    url = url_of(bound)
+    url, transfers = url_of(bound), worker.transfers
+    if transfers is not None:
+        closing.callback(transfers.stop)
 
     def on_ready() -> None:
-        rpc.start(worker.engine.call, step_s=worker.engine.step_s)
+        if transfers is not None:
+            transfers.start(worker.engine.between_steps)
+        call = worker.engine.call
+        answer = call if transfers is None else transfers.answering(call)
+        rpc.start(answer, step_s=worker.engine.step_s)
         banner = f"{_banner(url, worker, options)}\n  RPC at {rpc.address}"
         console_for(json_target).print(banner, highlight=False, soft_wrap=True)
         report = _report(url, worker, options) | {"worker": worker_id, "rpc": rpc.address}
+        report["transfer"] = None if transfers is None else transfers.address
         write_json(json_target, "worker", report)
         ready_file = flags["ready_file"]
         if isinstance(ready_file, Path):
@@ -339,7 +371,9 @@ def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
     host = str(flags["host"])
     check_host(host)
     check_reach(WORKER, host, _protection(flags))
-    check_reach(RPC, str(flags["rpc_host"]), Protection.OPEN if key is None else Protection.KEYED)
+    keyed = Protection.OPEN if key is None else Protection.KEYED
+    check_reach(RPC, str(flags["rpc_host"]), keyed)
+    check_reach(TRANSFER, str(flags["transfer_host"]), keyed)
     if flags["worker_id"] == "":
         raise InvalidInput("worker-id", "is empty", "name the worker, or leave the option out")
     if flags["directory"] is not None:
@@ -350,6 +384,18 @@ def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
         raise InvalidInput("--store-capacity", "is 0", "leave --store out for no store")
     names = ("kv_memory", "host_cache", "store_capacity", "store_writes")
     return {name: _size(flags, name) for name in names}
+
+
+def _place(flags: dict[str, object], key: FleetKey | None) -> TransferPlace:
+    """Return where other workers read this one."""
+    from ownerserve.node.transfers.opening import TransferPlace
+
+    roads = tuple(name.strip() for name in str(flags["transfer_roads"]).split(","))
+    place = TransferPlace(
+        str(flags["transfer_host"]), int(str(flags["transfer_port"])), key=key, roads=roads
+    )
+    place.check()
+    return place
 
 
 def _protection(flags: dict[str, object]) -> Protection:

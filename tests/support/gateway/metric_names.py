@@ -12,8 +12,11 @@ from prometheus_client.registry import Collector
 from tests.support.children import ROOT
 
 SOURCES = {
-    "worker": ROOT / "src/ownerserve/engines/hf/metrics/prometheus.py",
-    "vllm": ROOT / "src/ownerserve/engines/vllm/stats.py",
+    "worker": (
+        ROOT / "src/ownerserve/engines/hf/metrics/prometheus.py",
+        ROOT / "src/ownerserve/engines/hf/metrics/transfers.py",
+    ),
+    "vllm": (ROOT / "src/ownerserve/engines/vllm/stats.py",),
 }
 TABLE = ROOT / "docs" / "metrics.md"
 CACHE = "ownerserve_cache_"
@@ -53,8 +56,8 @@ def told(collector: Collector, process: str) -> Iterator[Family]:
 
 def defined(process: str) -> Iterator[Family]:
     """What the source of a worker's metrics defines."""
-    tree = ast.parse(SOURCES[process].read_text())
-    for node in ast.walk(tree):
+    trees = [ast.parse(source.read_text()) for source in SOURCES[process]]
+    for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Call):
             yield from _called(node, process)
         elif isinstance(node, ast.For) and CACHE in ast.unparse(node):

@@ -62,7 +62,7 @@ class WorkerProcess:
         status = msgspec.json.decode(self.http.get("/ownerserve/status").content, type=WorkerStatus)
         unit = status.unit
         self.unit = RoutingUnit(WorkerId(unit.worker), unit.rank, Incarnation(unit.incarnation))
-        self._rpc = str(status.profile.rpc)
+        self.rpc = str(status.profile.rpc)
 
     def metric(self, start: str) -> float:
         lines = self.http.get("/metrics").text.splitlines()
@@ -76,10 +76,14 @@ class WorkerProcess:
         answer = self.http.post("/v1/completions", json=body, headers={TURN_HEADER: told})
         assert answer.status_code == 200, answer.text
         (choice,) = answer.json()["choices"]
-        return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
+        return {
+            "tokens": choice["token_ids"],
+            "logprobs": choice["logprobs"]["token_logprobs"],
+            "cached": int(answer.headers["x-ownerserve-cached-tokens"]),
+        }
 
     def asked(self, request: RpcRequest) -> RpcAnswer:
-        client = RpcClient(self._rpc)
+        client = RpcClient(self.rpc)
         try:
             return client.ask(request)
         finally:

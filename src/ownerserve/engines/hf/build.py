@@ -22,6 +22,7 @@ from ownerserve.engines.hf.metrics.prometheus import (
     WorkerMetrics,
 )
 from ownerserve.engines.hf.metrics.status import WorkerIdentity
+from ownerserve.engines.hf.metrics.transfers import TransferCollector
 from ownerserve.engines.hf.model.checkpoint import LoadedCheckpoint, load_checkpoint
 from ownerserve.engines.hf.model.runner import ModelRunner
 from ownerserve.engines.hf.model.text import ChatCodec
@@ -32,7 +33,9 @@ from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import SchedulerLimits
 from ownerserve.kv.descriptor import TailForm
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.ids import WorkerId
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.node.ownership.inventory import kinds_of
@@ -45,6 +48,8 @@ from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.node.storage.media import DEFAULT_WRITE
+from ownerserve.node.transfers.lending import Lending
+from ownerserve.node.transfers.opening import TransferPlace, Transfers
 from ownerserve.node.vocabulary.chains import PromptPrefixes
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -59,7 +64,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     model's default. `checkpoints` names a policy (node.retention), `evict` one of cache.policies.
     `worker_id` is what the worker calls itself, unlike any other in its fleet. `directory` is where
     it asks whose the sessions are (directory.opening), with `fleet_key` where the directory wants
-    keys; None: the worker owns none.
+    keys; None: the worker owns none. `transfer` is where peers read its state and by which it reads
+    theirs, where it has a node; None: it does neither.
 
     With a `store` (a directory), a host cache or a shared medium (`remote`) it has a node, which
     writes to them as `write` says (node.storage.media); without, it keeps state on the device only.
@@ -90,6 +96,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     worker_id: str = ""
     directory: str | None = None
     fleet_key: FleetKey | None = None
+    transfer: TransferPlace | None = None
 
 
 class HfWorker(msgspec.Struct, frozen=True):
@@ -103,6 +110,7 @@ class HfWorker(msgspec.Struct, frozen=True):
     sizes: PoolSizes
     prefixes: PromptPrefixes
     ownership: Owning = msgspec.field(default_factory=Unowned)
+    transfers: Transfers | None = None
 
 
 def build_worker(options: WorkerOptions) -> HfWorker:
@@ -145,6 +153,10 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         worker=WorkerId(options.worker_id),
         owns_sessions=options.directory is not None,
     )
+    transfers = None
+    if node is not None and options.transfer is not None:
+        transfers = _transfers(options.transfer, identity.unit, node, runner=runner)
+        metrics.registry.register(TransferCollector(transfers))
     steps = StepLoop(
         runner, scheduler, cache=cache, decoder=codec, identity=identity, metrics=metrics
     )
@@ -164,7 +176,30 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         metrics.registry.register(OwnershipCollector(ownership))
         steps.own(ownership)
     prefixes = PromptPrefixes(runner.layout.block_tokens)
-    return HfWorker(AsyncEngine(steps), codec, facts, metrics, sizes, prefixes, steps.ownership)
+    return HfWorker(
+        AsyncEngine(steps),
+        codec,
+        facts,
+        metrics,
+        sizes,
+        prefixes,
+        steps.ownership,
+        transfers,
+    )
+
+
+def _transfers(
+    place: TransferPlace, unit: RoutingUnit, node: NodeRuntime, *, runner: ModelRunner
+) -> Transfers:
+    """Open the port where peers read this worker, and make peers a tier of its node."""
+    state, port = node.state, HfPort(runner)
+    lending = Lending(state.cache, state.names, state.chains, regions=port.regions)
+    parts = runner.payload_parts()
+    sections = {name: PayloadSection(name, of) for name, of in parts.items()}
+    block = runner.layout.block_tokens
+    transfers = Transfers(unit, lending, sections, block_tokens=block, place=place)
+    node.add_peers(transfers.peers)
+    return transfers
 
 
 def build_node(

@@ -133,6 +133,7 @@ def worker_profile(
         tiers=tuple(tier_statements(costs, tiers)),
         sequence_tokens=identity.sequence_tokens,
         owns_sessions=identity.owns_sessions,
+        lends=(str(Tier.DEVICE),) if Tier.PEER in tiers else (),
     )
 
 

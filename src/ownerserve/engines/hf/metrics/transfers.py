@@ -1,0 +1,58 @@
+"""What a worker lent to others and brought from them, as metrics. Registered only where it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from ownerserve.node.transfers.opening import Transfers
+
+
+class TransferCollector(Collector):
+    """A `TransferCollector` reads the counts of one node's transfers."""
+
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics."""
+        counts = self._transfers.counts()
+        looks = CounterMetricFamily(
+            "ownerserve_peer_looks",
+            "Peers asked what they hold of a turn's session: found, nothing, parted (other tokens"
+            " than the prompt's), silent (no answer in time).",
+            labels=["answer"],
+        )
+        brings = CounterMetricFamily(
+            "ownerserve_brought",
+            "Brings of state from a peer, by how they ended: brought, or why nothing came"
+            " (transfer.control.events.BringEnd).",
+            labels=["end"],
+        )
+        brought = CounterMetricFamily(
+            "ownerserve_brought_bytes",
+            "Bytes of state that came from peers and counted, by road: shm, readv, tcp.",
+            labels=["road"],
+        )
+        lends = CounterMetricFamily(
+            "ownerserve_lends",
+            "Lends to peers, by how they ended: returned, expired (nobody read), revoked (a turn"
+            " needed the room), cancelled, or why nothing was lent.",
+            labels=["end"],
+        )
+        for family, values in (
+            (looks, counts.looks),
+            (brings, counts.brings),
+            (brought, counts.brought_bytes),
+            (lends, counts.lends),
+        ):
+            for value, count in sorted(values.items()):
+                family.add_metric([value], count)
+            yield family
+        readers = GaugeMetricFamily(
+            "ownerserve_transfer_connections", "Connections on which peers read this worker now."
+        )
+        readers.add_metric([], counts.connections)
+        yield readers

@@ -1,0 +1,268 @@
+"""Lending finds what a peer asks for among the sessions on this device, and lends it.
+
+    engine's thread   prefix, open, touch, end      what the cache and its lends are asked
+    any thread        runs, stands                  what movers ask (transfer.movers.port.Lender)
+
+The class owns which artifacts each ticket covers, and in which blocks they lie. The cache owns the
+blocks; a ticket (cache.lends) keeps them as they are while it stands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ownerserve.cache.hetero import HeteroCache
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import PrefixHash, SessionId
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
+from ownerserve.kv.regions import Region
+from ownerserve.kv.wire.rpc import AskPrefix, PrefixIs
+from ownerserve.node.transfers.memory import BlocksOfArtifact, LentMemory, encode_memory
+from ownerserve.node.vocabulary.chains import Chains
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.transfer.control.events import LendNotOpened, LendOpened, OpenLend
+from ownerserve.transfer.control.messages import LendRefusal, LentRank, ReaderRank
+from ownerserve.transfer.control.pieces import SizedPiece
+from ownerserve.transfer.layout.places import RegionPlaces
+from ownerserve.transfer.movers.peers import own_name
+from ownerserve.transfer.vocabulary import FramePiece, Runs
+
+ONE_TOKEN = bytes(TOKEN_BYTES)
+ALL_HEADS = (0, 0)
+
+
+class SessionHint(NamedTuple):
+    """A session hint says where artifacts are looked for: among the first `tokens` tokens of a
+    session, or of the one that it was forked from."""
+
+    session_id: SessionId | None
+    parent: SessionId | None
+    tokens: int
+
+
+class LentArtifact(msgspec.Struct, frozen=True, eq=False):
+    """A `LentArtifact` is where an artifact lies under a ticket: the ids of its blocks [units], in
+    their order, in one component's region."""
+
+    places: RegionPlaces
+    blocks: NDArray[np.int64]
+
+
+class _Found(NamedTuple):
+    """What an id stands for: blocks [first, end) of a component, or its point at `end`."""
+
+    component: str
+    first: int
+    end: int
+
+    @property
+    def is_point(self) -> bool:
+        return self.first == self.end
+
+
+class Lending:
+    """`Lending` lends what one node's device has of its sessions."""
+
+    def __init__(
+        self,
+        cache: HeteroCache,
+        names: RecordNames,
+        chains: Chains,
+        *,
+        regions: Callable[[], tuple[Region, ...]],
+    ) -> None:
+        self._cache = cache
+        self._names = names
+        self._chains = chains
+        self._regions = regions
+        self._known: tuple[Region, ...] = ()
+        self._places: dict[str, RegionPlaces] = {}
+        self._lent: dict[int, Mapping[bytes, LentArtifact]] = {}
+        self._process = own_name()
+        self.address = ""
+        """Where this process's mover serves, as lends say it."""
+
+    # -- on the engine's thread ----------------------------------------------------------------
+
+    def prefix(self, asked: AskPrefix) -> PrefixIs:
+        """Tell what of a session could be lent now; holds nothing."""
+        tokens, digests = self._prefix(SessionHint(asked.session_id, asked.parent, asked.tokens))
+        if not digests:
+            return PrefixIs(0)
+        points = tuple(sorted(depth * self._block for depth in self._points(tokens)))
+        return PrefixIs(len(digests) * self._block, points, digests[-1])
+
+    def open(self, asked: OpenLend, hint: SessionHint, now: float) -> LendOpened | LendNotOpened:
+        """Lend all that is wanted, or nothing: what is not here is known before a byte moves."""
+        lend = asked.lend
+        if not _serves(lend.ranks):
+            return LendNotOpened(asked.number, LendRefusal.MISMATCH)
+        tokens, digests = self._prefix(hint)
+        named = dict(self._named(tokens, digests))
+        found = [(piece, named[piece.artifact]) for piece in lend.wanted if piece.artifact in named]
+        artifacts = self._artifacts(tokens, found)
+        sized = tuple(
+            SizedPiece(piece, _bytes(piece, artifact))
+            for piece, _ in found
+            if (artifact := artifacts.get(piece.artifact)) is not None and _has(artifact, piece)
+        )
+        if not sized or len(sized) < len(lend.wanted):
+            return LendNotOpened(asked.number, LendRefusal.NOT_HELD)
+        size = self._cache.layout.packed_block_bytes
+        ends = sorted({one.end for _, one in found}, reverse=True)
+        kept = [tokens[: end * size] for end in ends if self._needs_lock(end, found, ends[0])]
+        ticket = self._cache.lends.lend(kept, now, idle_s=asked.idle_s)
+        self._forget_ended()
+        self._lent[ticket] = artifacts
+        ranks = (LentRank(0, lend.ranks[0].rank, self.address),)
+        return LendOpened(asked.number, ticket, ranks, sized)
+
+    def open_now(self, asked: OpenLend, hint: SessionHint) -> LendOpened | LendNotOpened:
+        """Do the same, at the time that it is."""
+        return self.open(asked, hint, time.monotonic())
+
+    def touch(self, ticket: int) -> None:
+        """Put off the ticket's end: somebody reads."""
+        self._cache.lends.read(ticket, time.monotonic())
+
+    def end(self, ticket: int) -> None:
+        """End the ticket; one that is over is no error."""
+        self._lent.pop(ticket, None)
+        self._cache.lends.end(ticket)
+
+    # -- on any thread -------------------------------------------------------------------------
+
+    def runs(self, ticket: int, piece: FramePiece) -> Runs | None:
+        """Return where the piece lies; None: it is not lent under that ticket."""
+        artifact = self._lent.get(ticket, {}).get(piece.artifact)
+        if artifact is None:
+            return None
+        try:
+            return artifact.places.runs(piece, (artifact.blocks,))
+        except InvalidInput:
+            return None
+
+    def stands(self, ticket: int) -> bool:
+        """Tell whether the ticket stands; False before any block of it is used again."""
+        return self._cache.lends.stands(ticket)
+
+    def memory(self, ticket: int) -> bytes:
+        """Return where what the ticket covers lies, for a reader on this host; empty: nowhere."""
+        lent, regions = self._lent.get(ticket, {}), self._known
+        index = {region.section.name: n for n, region in enumerate(regions)}
+        blocks = {
+            id_: BlocksOfArtifact(index[one.places.region.section.name], one.blocks.tobytes())
+            for id_, one in lent.items()
+        }
+        return encode_memory(LentMemory(self._process, regions, blocks)) if blocks else b""
+
+    @property
+    def boot(self) -> str:
+        """Return the boot id of this host."""
+        return self._process.boot
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    @property
+    def _block(self) -> int:
+        return self._cache.layout.block_tokens
+
+    def _prefix(self, hint: SessionHint) -> tuple[Packed, Sequence[PrefixHash]]:
+        """Return the whole blocks that are resident of what was asked about, with their digests;
+        nothing where neither session is known."""
+        size = self._cache.layout.packed_block_bytes
+        for session_id in (hint.session_id, hint.parent):
+            if session_id is None:
+                continue
+            resident = self._cache.residents.tokens_of(session_id)
+            blocks = min(len(resident) // size, hint.tokens // self._block)
+            if blocks:
+                tokens = resident[: blocks * size]
+                return tokens, self._chains.peek(tokens, (session_id,))
+        return b"", ()
+
+    def _points(self, tokens: Packed) -> list[int]:
+        """List the depths, in blocks, at which all point state is resident."""
+        if not self._names.point_names:
+            return []
+        match = self._cache.match(tokens + ONE_TOKEN)  # a match leaves the last token out
+        return [point.position // self._block for point in match.points if not point.lacks]
+
+    def _named(
+        self, tokens: Packed, digests: Sequence[PrefixHash]
+    ) -> Iterator[tuple[bytes, _Found]]:
+        """Yield the ids of the artifacts that the prefix is cut into, and of its points."""
+        if not digests:
+            return
+        ends = self._names.ends(len(digests))
+        for end, ids in zip(ends, self._names.range_ids(ends, digests), strict=True):
+            first = self._names.cell_ending_at(end).first
+            for name, id_ in zip(self._names.range_names, ids, strict=True):
+                yield id_, _Found(name, first, end)
+        for depth in self._points(tokens):
+            for name in self._names.point_names:
+                yield self._names.point_id(name, depth, digests), _Found(name, depth, depth)
+
+    def _artifacts(
+        self, tokens: Packed, found: Sequence[tuple[FramePiece, _Found]]
+    ) -> dict[bytes, LentArtifact]:
+        """Return where each artifact lies; one whose state has gone is left out."""
+        prefix, lent = self._cache.residents.prefix(tokens), dict[bytes, LentArtifact]()
+        places = self._places_now()
+        for piece, (component, first, end) in found:
+            slots: tuple[int, ...] = ()
+            if first < end <= prefix.blocks:
+                slots = prefix.range_slots(first, end)
+            elif first == end and (point := prefix.point_slots(end)) is not None:
+                slots = (point[component],)
+            if slots and component in places:
+                lent[piece.artifact] = LentArtifact(places[component], np.array(slots, np.int64))
+        return lent
+
+    def _needs_lock(
+        self, end: int, found: Sequence[tuple[FramePiece, _Found]], deepest: int
+    ) -> bool:
+        """Tell whether a lock of its own is needed there: the deepest keeps the path of all, and
+        each point is kept by one that ends at it."""
+        return end == deepest or any(one.end == end and one.is_point for _, one in found)
+
+    def _places_now(self) -> dict[str, RegionPlaces]:
+        """Return each component's places, as the borders between pools stand."""
+        regions = self._regions()
+        if regions != self._known:
+            self._known = regions
+            self._places = {region.section.name: RegionPlaces(region) for region in regions}
+        return self._places
+
+    def _forget_ended(self) -> None:
+        """Forget what ended by itself: it expired, or a turn needed the room."""
+        for ticket in [one for one in self._lent if not self.stands(one)]:
+            del self._lent[ticket]
+
+
+def _serves(ranks: Sequence[ReaderRank]) -> bool:
+    """Tell whether one rank here serves them: one too, with all heads."""
+    return len(ranks) == 1 and (ranks[0].first_head, ranks[0].end_head) == ALL_HEADS
+
+
+def _has(artifact: LentArtifact, piece: FramePiece) -> bool:
+    """Tell whether the artifact has the piece's units and layers."""
+    layers = artifact.places.region.section.layers
+    return (
+        0 <= piece.first_unit < piece.end_unit <= len(artifact.blocks)
+        and 0 <= piece.first_layer < piece.end_layer <= layers
+    )
+
+
+def _bytes(piece: FramePiece, artifact: LentArtifact) -> int:
+    """Count the bytes of a piece, over all heads."""
+    parts = artifact.places.region.section.parts
+    layer_bytes = sum(part.payload_bytes // part.shape[0] for part in parts)
+    units = piece.end_unit - piece.first_unit
+    return units * (piece.end_layer - piece.first_layer) * layer_bytes

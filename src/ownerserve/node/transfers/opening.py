@@ -1,0 +1,146 @@
+"""Transfers are opened here: the port where a node is read, the thread on which it lends and
+brings, and the tier that its peers are. Wiring only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import cast
+
+import msgspec
+
+from ownerserve.kv.frame import PayloadSection
+from ownerserve.kv.listening import LOOPBACK
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.curve import FleetKey
+from ownerserve.kv.wire.rpc import AskLender, AskPrefix, RpcAnswer, RpcRequest
+from ownerserve.node.transfers.lending import Lending
+from ownerserve.node.transfers.peers import Peers
+from ownerserve.node.transfers.roads import ROADS, NodeRoads
+from ownerserve.node.transfers.service import TransferService
+from ownerserve.node.transfers.source_side import OnEngine, SourceSide
+from ownerserve.node.transfers.target_side import TargetSide
+from ownerserve.transfer.movers.digests import Xxh3
+from ownerserve.transfer.movers.tcp.handshake import transfer_key
+from ownerserve.transfer.movers.tcp.server import TcpServer
+from ownerserve.transfer.vocabulary import FramePiece, Runs
+
+Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
+
+
+class TransferPlace(msgspec.Struct, frozen=True):
+    """A `TransferPlace` is where a node is read: an address of this machine, a port (0: a free
+    one), and the fleet's key, without which it is on loopback. It reads others by `roads`, tried in
+    that order."""
+
+    host: str = LOOPBACK
+    port: int = 0
+    key: FleetKey | None = None
+    roads: tuple[str, ...] = ROADS
+
+    def check(self) -> None:
+        """Raise InvalidInput for roads that are none."""
+        NodeRoads(None, self.roads)
+
+
+class TransferCounts(msgspec.Struct, frozen=True):
+    """What was lent and brought since the start, by how it ended, and the connections now."""
+
+    looks: dict[str, int]
+    brings: dict[str, int]
+    lends: dict[str, int]
+    brought_bytes: dict[str, int]
+    connections: int
+
+
+class Transfers:
+    """`Transfers` are one node's: open when made, at work from `start` to `stop`."""
+
+    def __init__(
+        self,
+        unit: RoutingUnit,
+        lending: Lending,
+        sections: Mapping[str, PayloadSection],
+        *,
+        block_tokens: int,
+        place: TransferPlace,
+    ) -> None:
+        """Open the port. Raises InvalidInput where it can't be had."""
+        self._lending = lending
+        self._on_engine: OnEngine = _no_engine
+        key = None if place.key is None else transfer_key(place.key)
+        self._server = TcpServer(_Counted(lending, self), place.host, port=place.port, key=key)
+        lending.address = f"{place.host}:{self._server.port}"
+        self.address = lending.address
+
+        self.service = TransferService(
+            lambda loop: (
+                SourceSide(unit, lending, self._on_engine, digests=Xxh3(), loop=loop),
+                TargetSide(unit, sections, NodeRoads(key, place.roads), key=place.key, loop=loop),
+            )
+        )
+        self.peers = Peers(self.service, sections, block_tokens)
+        self._is_started = False
+
+    def start(self, on_engine: OnEngine) -> None:
+        """Begin to lend and bring; `on_engine` runs calls where the cache is owned."""
+        self._on_engine = on_engine
+        self.service.start()
+        self._is_started = True
+
+    def stop(self) -> None:
+        """End all lends and brings, and free the port."""
+        self.service.stop()
+        self._server.close()
+
+    def answering(self, others: Answerer) -> Answerer:
+        """Return what answers peers here, and leaves everything else to `others`."""
+
+        def answer(request: RpcRequest) -> Future[RpcAnswer]:
+            match request:
+                case AskLender():
+                    return self.service.ask(request)
+                case AskPrefix():
+                    told = self._on_engine(lambda: self._lending.prefix(request))
+                    return cast("Future[RpcAnswer]", told)
+            return others(request)
+
+        return answer
+
+    def counts(self) -> TransferCounts:
+        """Return what came of lends and brings; any thread may call."""
+        peers = self.peers
+        lends = self.service.source.state.ends.copy() if self._is_started else {}
+        return TransferCounts(
+            looks=dict(peers.looks),
+            brings=dict(peers.brings),
+            lends={str(end): count for end, count in lends.items()},
+            brought_bytes=dict(peers.brought_bytes),
+            connections=self._server.connections,
+        )
+
+    def was_read(self, ticket: int) -> None:
+        """Note that somebody reads under the ticket; any thread may call."""
+        if self._is_started:
+            self.service.source.was_read(ticket)
+
+
+class _Counted:
+    """The lender that movers ask, which tells of each read that stood."""
+
+    def __init__(self, lending: Lending, transfers: Transfers) -> None:
+        self._lending, self._transfers = lending, transfers
+
+    def runs(self, ticket: int, piece: FramePiece) -> Runs | None:
+        return self._lending.runs(ticket, piece)
+
+    def stands(self, ticket: int) -> bool:
+        stands = self._lending.stands(ticket)
+        if stands:
+            self._transfers.was_read(ticket)
+        return stands
+
+
+def _no_engine(work: Callable[[], object]) -> Future[object]:
+    raise RuntimeError("the engine has not started")

@@ -1,0 +1,175 @@
+"""Peers are the tier below the device that lies in other workers: what one of them holds of a
+turn's session is offered to the restore, and read from there.
+
+    look    asks the peer what it holds, and notes which records it could lend    Tier.PEER
+    read    brings them, verified, all or none
+
+Both wait, on the store's threads. A look is a hint: what the peer holds may go before it is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from math import inf
+from threading import Lock
+
+import msgspec
+
+from ownerserve.kv.errors import PeerLost
+from ownerserve.kv.frame import PayloadSection
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import Tier
+from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.rpc import PrefixIs
+from ownerserve.node.transfers.lending import SessionHint
+from ownerserve.node.transfers.service import TransferService
+from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord
+from ownerserve.plan.cost.events import Loaded
+from ownerserve.store.format.model import (
+    ArtifactKind,
+    Meta,
+    MissReason,
+    ReadHit,
+    ReadMiss,
+    ReadOutcome,
+    ReadPart,
+    Want,
+)
+from ownerserve.transfer.control.events import WantedArtifact
+from ownerserve.transfer.vocabulary import FramePiece
+
+OFFERS_KEPT = 65536
+TOLD_S, TOLD_KEPT = 1.0, 64
+"""A peer's word holds so long, for so many prefixes: longer than the looks of one restore take."""
+NO_DIGEST = bytes(32)
+
+
+_Asked = tuple[LenderAddress, SessionId, int]
+
+
+class Offer(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """An `Offer` is a record that a peer is said to hold, among the first `tokens` tokens."""
+
+    prefix: PeerPrefix
+    record: PeerRecord
+    tokens: int
+
+
+class Peers:
+    """`Peers` bring what other workers hold. Any thread may call.
+
+    `looks` and `brings` count what came of them, `brought_bytes` are by road; `timings` is what
+    each whole bring took.
+    """
+
+    def __init__(
+        self, service: TransferService, sections: Mapping[str, PayloadSection], block_tokens: int
+    ) -> None:
+        self.looks: Counter[str] = Counter()
+        self.brings: Counter[str] = Counter()
+        self.brought_bytes: Counter[str] = Counter()
+        self.timings: deque[Loaded] = deque(maxlen=256)
+        self._service = service
+        self._sections = sections
+        self._block = block_tokens
+        self._offers: OrderedDict[bytes, Offer] = OrderedDict()
+        self._told: OrderedDict[_Asked, tuple[PrefixIs | None, float]] = OrderedDict()
+        self._lock = Lock()
+
+    def look(self, prefix: PeerPrefix) -> frozenset[bytes]:
+        """Return which of the records that the prefix is cut into its peer could lend."""
+        held = self._held(prefix)
+        if held is None or not held.tokens:
+            self.looks["silent" if held is None else "nothing"] += 1
+            return frozenset()
+        depth = min(held.tokens, prefix.tokens) // self._block
+        if not depth or prefix.digests[depth - 1] != held.tip:
+            self.looks["parted"] += 1  # another prefix, or one that went on since
+            return frozenset()
+        points = {position // self._block for position in held.points}
+        offers = {
+            id_: Offer(prefix, record, held.tokens)
+            for id_, record in prefix.records.items()
+            if self._is_held(record, depth, points, grid=prefix.grid_blocks)
+        }
+        self.looks["found"] += 1
+        with self._lock:
+            self._offers.update(offers)
+            while len(self._offers) > OFFERS_KEPT:
+                self._offers.popitem(last=False)
+        return frozenset(offers)
+
+    def _held(self, prefix: PeerPrefix) -> PrefixIs | None:
+        """Return what the peer says; a restore looks several times, and the peer is asked once."""
+        key = (prefix.lender, prefix.session_id, prefix.tokens)
+        with self._lock:
+            told = self._told.get(key)
+        if told is not None and time.monotonic() < told[1]:
+            return told[0]
+        hint = SessionHint(prefix.session_id, prefix.parent, prefix.tokens)
+        held = self._service.look(prefix.lender, hint)
+        with self._lock:
+            self._told[key] = (held, time.monotonic() + TOLD_S)
+            while len(self._told) > TOLD_KEPT:
+                self._told.popitem(last=False)
+        return held
+
+    def has(self, ids: Sequence[bytes]) -> frozenset[bytes]:
+        """Return which of `ids` a peer is said to hold."""
+        return frozenset(id_ for id_ in ids if id_ in self._offers)
+
+    def read(self, wants: Sequence[Want]) -> ReadOutcome:
+        """Bring the wants, which one peer offered, or give a miss."""
+        offers = [self._offers.get(want.id) for want in wants]
+        if not wants or any(one is None for one in offers):
+            return ReadMiss(MissReason.ABSENT, wants[0].id if wants else b"")
+        found = [one for one in offers if one is not None]
+        prefix, tokens = found[0].prefix, min(one.tokens for one in found)
+        wanted = tuple(
+            self._wanted(want, offer.record) for want, offer in zip(wants, found, strict=True)
+        )
+        hint = SessionHint(prefix.session_id, prefix.parent, tokens)
+        started_s = time.perf_counter()
+        try:
+            brought = self._service.bring(
+                wanted, prefix.lender, hint, compute_ms=prefix.compute_ms or inf
+            )
+        except PeerLost:
+            self.brings["stopped"] += 1
+            return ReadMiss(MissReason.CANCELLED, b"")
+        self.brings[str(brought.over.end)] += 1
+        if brought.landing is None:
+            with self._lock:
+                for want in wants:
+                    self._offers.pop(want.id, None)
+            return ReadMiss(MissReason.ABSENT, b"")
+        took_ms = (time.perf_counter() - started_s) * 1e3
+        size = sum(one.bytes for one in wanted)
+        self.timings.append(Loaded(Tier.PEER, size, took_ms))
+        self.brought_bytes.update(brought.over.read_bytes)
+        parts = tuple(
+            ReadPart(_meta(want, one.component), brought.landing.data(one.piece))
+            for want, one in zip(wants, wanted, strict=True)
+        )
+        return ReadHit(parts, str(Tier.PEER))
+
+    def _wanted(self, want: Want, record: PeerRecord) -> WantedArtifact:
+        section = self._sections[record.component]
+        end = max(1, record.end - record.first) if want.end_unit is None else want.end_unit
+        piece = FramePiece(want.id, want.first_unit, end, 0, section.layers)
+        size = (end - want.first_unit) * section.payload_bytes
+        return WantedArtifact(record.component, piece, size)
+
+    def _is_held(self, record: PeerRecord, depth: int, points: set[int], *, grid: int) -> bool:
+        """Tell whether the peer names such a record: a point, or a cell of the grid that it has
+        whole; the last one ends where what it holds ends."""
+        if record.first == record.end:
+            return record.end in points and record.end <= depth
+        return record.end == depth or (record.end < depth and record.end % grid == 0)
+
+
+def _meta(want: Want, component: str) -> Meta:
+    """Return what a part says of itself: whose it is. Nobody stores it."""
+    return Meta(want.id, ArtifactKind.RANGE, component, NO_DIGEST, 0, 0)

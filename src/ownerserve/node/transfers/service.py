@@ -1,0 +1,104 @@
+"""The transfer service is the thread on which a node lends and brings: an event loop with both
+sides of transfer's control, and the calls by which other threads reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotInTime
+from threading import Thread
+
+from ownerserve.kv.errors import OwnerServeError, PeerLost
+from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.rpc import AskLender, PrefixIs, RpcAnswer
+from ownerserve.node.transfers.lending import SessionHint
+from ownerserve.node.transfers.source_side import SourceSide
+from ownerserve.node.transfers.target_side import LOOK_S, Brought, TargetSide
+from ownerserve.transfer.control.events import WantedArtifact
+
+log = logging.getLogger("ownerserve.transfer")
+
+STOP_S = 5.0
+MOST_S = 600.0
+"""Longer than any bring takes: the control ends each by its own deadlines."""
+
+Sides = Callable[[asyncio.AbstractEventLoop], tuple[SourceSide, TargetSide]]
+
+
+class TransferService:
+    """A `TransferService` runs from `start` to `stop`."""
+
+    def __init__(self, sides: Sides) -> None:
+        """Make the service; `sides` makes both sides, on the service's thread."""
+        self._make = sides
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._run, name="transfer", daemon=True)
+        self._begun: Future[None] = Future()
+        self.source: SourceSide
+        self.target: TargetSide
+
+    def start(self) -> None:
+        """Begin. Raises what making the sides raises."""
+        self._thread.start()
+        self._begun.result()
+
+    def stop(self) -> None:
+        """End all lends and brings, and the thread."""
+        if self._thread.ident is None or not self._thread.is_alive():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_S)
+
+    def ask(self, asked: AskLender) -> Future[RpcAnswer]:
+        """Answer a peer; any thread may call."""
+        return self.source.ask(asked)
+
+    def look(self, lender: LenderAddress, hint: SessionHint) -> PrefixIs | None:
+        """Return what a peer holds of a session; None: no answer in time. Waits; not for the
+        engine's thread."""
+        looking = asyncio.run_coroutine_threadsafe(self.target.look(lender, hint), self._loop)
+        try:
+            return looking.result(2 * LOOK_S)
+        except NotInTime:
+            looking.cancel()
+            return None
+
+    def bring(
+        self,
+        wanted: tuple[WantedArtifact, ...],
+        lender: LenderAddress,
+        hint: SessionHint,
+        *,
+        compute_ms: float,
+    ) -> Brought:
+        """Bring from a peer, and wait for it; not for the engine's thread. Raises PeerLost where
+        the service ends first."""
+        bringing = asyncio.run_coroutine_threadsafe(
+            self.target.bring(wanted, lender, hint, compute_ms=compute_ms), self._loop
+        )
+        try:
+            return bringing.result(MOST_S)
+        except (asyncio.CancelledError, NotInTime) as error:
+            raise PeerLost("the transfer service has ended") from error
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self.source, self.target = self._loop.run_until_complete(self._made())
+        except (OwnerServeError, OSError) as error:  # who starts it hears
+            self._begun.set_exception(error)
+            return
+        self._begun.set_result(None)
+        try:
+            self._loop.run_forever()
+        finally:
+            self.source.close()
+            self.target.close()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()
+
+    async def _made(self) -> tuple[SourceSide, TargetSide]:
+        return self._make(asyncio.get_running_loop())

@@ -1,0 +1,338 @@
+"""The target side performs what `transfer.control.target` decides: it asks peers over their RPC
+ports, has movers read into a landing, and hands over what came whole. All its calls are made on
+the loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from itertools import count
+from math import inf
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from ownerserve.kv.addresses import parse_endpoint
+from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.frame import PayloadSection
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.wire.curve import FleetKey
+from ownerserve.kv.wire.framed import AsyncFramedClient
+from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.rpc import (
+    MAX_FRAME_BYTES,
+    AskLender,
+    AskPrefix,
+    LenderSays,
+    Nonce,
+    PrefixIs,
+    RpcRequest,
+    Said,
+    decode_answer,
+    encode,
+    new_nonce,
+)
+from ownerserve.node.transfers.frames import decode_reply, encode_message
+from ownerserve.node.transfers.landing import Landing
+from ownerserve.node.transfers.lending import SessionHint
+from ownerserve.node.transfers.memory import LentPlaces
+from ownerserve.node.transfers.roads import told_address
+from ownerserve.transfer.control.events import (
+    AskPeer,
+    BringOver,
+    BringWanted,
+    CancelRead,
+    CommitRoom,
+    FreeRoom,
+    PeerAnswered,
+    PeerLink,
+    QuestionLost,
+    ReadEnded,
+    ReserveRoom,
+    RoomCommitted,
+    RoomReserved,
+    StartRead,
+    TargetEffect,
+    TargetEvent,
+    TellPeer,
+    WakeUp,
+    WantedArtifact,
+)
+from ownerserve.transfer.control.messages import Lend, Lent, PeerQuestion, ReaderRank
+from ownerserve.transfer.control.target import TransferTarget
+from ownerserve.transfer.movers.peers import own_name
+from ownerserve.transfer.movers.port import Mover
+from ownerserve.transfer.vocabulary import Read, ReadFailed, ReadFailure, Road
+
+log = logging.getLogger("ownerserve.transfer")
+
+MEMORIES_KEPT = 256
+CLOSED = (ReadFailure.PEER_LOST, ReadFailure.UNABLE)
+LOOK_S = 0.5
+"""How long a peer is asked what it holds."""
+ALL_OF_IT = (ReaderRank(0, 0, 0),)
+
+
+class Roads(Protocol):
+    """`Roads` open the movers that bring from peers."""
+
+    @property
+    def kinds(self) -> tuple[Road, ...]:
+        """Return what roads there are, in order of preference."""
+        ...
+
+    def open(self, road: str, address: str, memory: LentPlaces | None) -> Mover | None:
+        """Open the road of that name to `address`, or to the process whose `memory` it is; None
+        where it is not open. Raises InvalidInput for an address that is none."""
+        ...
+
+
+class Brought(NamedTuple):
+    """What came of a bring; `landing` None: nothing that counts."""
+
+    over: BringOver
+    landing: Landing | None
+
+
+class _Bring(msgspec.Struct, eq=False):
+    wanted: tuple[WantedArtifact, ...]
+    nonce: Nonce
+    over: asyncio.Future[Brought]
+    landed: Landing | None = None
+
+
+class TargetSide:
+    """A `TargetSide` brings for one unit."""
+
+    def __init__(
+        self,
+        unit: RoutingUnit,
+        sections: Mapping[str, PayloadSection],
+        roads: Roads,
+        *,
+        key: FleetKey | None,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.state = TransferTarget(unit)
+        self._unit = unit
+        self._sections = dict(sections)
+        self._roads = roads
+        self._key = key
+        self._loop = loop
+        self._numbers, self._reservations = count(1), count(1)
+        self._brings: dict[int, _Bring] = {}
+        self._hints: dict[Nonce, SessionHint] = {}
+        self._landings: dict[int, tuple[int, Landing]] = {}
+        self._lines: dict[str, AsyncFramedClient] = {}
+        self._movers: dict[tuple[str, str, RoutingUnit], Mover] = {}
+        self._memory: dict[tuple[RoutingUnit, int], LentPlaces] = {}
+        self._boot = own_name().boot
+        self._reads: dict[int, Mover] = {}
+        self._asking: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def look(self, lender: LenderAddress, hint: SessionHint) -> PrefixIs | None:
+        """Ask what a peer holds of a session; None: no answer in time."""
+        assert hint.session_id is not None
+        asked = AskPrefix(hint.session_id, hint.tokens, hint.parent)
+        said = await self._ask(lender.address, asked, within_s=LOOK_S)
+        return said if isinstance(said, PrefixIs) else None
+
+    async def bring(
+        self,
+        wanted: tuple[WantedArtifact, ...],
+        lender: LenderAddress,
+        hint: SessionHint,
+        *,
+        compute_ms: float,
+    ) -> Brought:
+        """Bring all that is wanted, or nothing. Computing it here instead would take
+        `compute_ms`."""
+        number = next(self._numbers)
+        bring = _Bring(wanted, new_nonce(), self._loop.create_future())
+        self._brings[number] = bring
+        self._hints[bring.nonce] = hint
+        wish = BringWanted(
+            number,
+            bring.nonce,
+            parts=(wanted,),
+            peers=(PeerLink(lender.unit, lender.address),),
+            ranks=ALL_OF_IT,
+            roads=self._roads.kinds,
+            compute_ms=compute_ms,
+        )
+        self._handle(wish)
+        return await bring.over
+
+    def close(self) -> None:
+        """Ask nobody any more, and let no byte come."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._asking:
+            task.cancel()
+        for mover in self._movers.values():
+            self._loop.remove_reader(mover.fileno())
+            mover.close()
+        for line in self._lines.values():
+            line.close()
+        for bring in self._brings.values():
+            bring.over.cancel()
+
+    # -- effects -------------------------------------------------------------------------------
+
+    def _handle(self, event: TargetEvent) -> None:
+        self._perform(self.state.handle(event, self._loop.time()))
+        if self._timer is not None:
+            self._timer.cancel()
+        due_s = self.state.next_deadline()
+        self._timer = None if due_s == inf else self._loop.call_at(due_s, self._handle, WakeUp())
+
+    def _later(self, event: TargetEvent) -> None:
+        """Take the event once what is being performed has ended."""
+        self._loop.call_soon(self._handle, event)
+
+    def _perform(self, effects: Iterable[TargetEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case AskPeer():
+                    asking = self._loop.create_task(self._question(effect))
+                    self._asking.add(asking)
+                    asking.add_done_callback(self._asking.discard)
+                case TellPeer(peer, message):
+                    self._line(peer.address).tell(encode(self._wrapped(message)))
+                case ReserveRoom(number, part):
+                    self._reserve(number, part)
+                case StartRead():
+                    self._start(effect)
+                case CancelRead(number):
+                    if (mover := self._reads.get(number)) is not None:
+                        mover.cancel(number)
+                case CommitRoom(reservation):
+                    number, landing = self._landings[reservation]
+                    self._brings[number].landed = landing
+                    self._later(RoomCommitted(reservation))
+                case FreeRoom(reservation):
+                    self._landings.pop(reservation, None)
+                case BringOver(number):
+                    bring = self._brings.pop(number)
+                    del self._hints[bring.nonce]
+                    if not bring.over.done():
+                        bring.over.set_result(Brought(effect, bring.landed))
+
+    def _reserve(self, number: int, part: int) -> None:
+        reservation = next(self._reservations)
+        landing = Landing(self._brings[number].wanted, self._sections)
+        self._landings[reservation] = (number, landing)
+        self._later(RoomReserved(number, part, reservation))
+
+    def _start(self, effect: StartRead) -> None:
+        memory = self._memory.get((effect.peer.unit, effect.ticket))
+        source = None if memory is None else memory.runs(effect.piece)
+        try:
+            mover = self._mover(effect, None if source is None else memory)
+        except InvalidInput as error:
+            log.warning("%s is not read: %s", effect.peer.unit.worker, error)
+            mover = None
+        if mover is None:
+            self._later(ReadEnded(ReadFailed(effect.number, ReadFailure.UNABLE)))
+            return
+        self._reads[effect.number] = mover
+        _, landing = self._landings[effect.reservation]
+        mover.start(
+            Read(
+                effect.number,
+                effect.ticket,
+                effect.piece,
+                goal=landing.runs(effect.piece),
+                source=source,
+                digest=effect.digest,
+                deadline_s=effect.deadline_s,
+            )
+        )
+
+    def _mover(self, effect: StartRead, memory: LentPlaces | None) -> Mover | None:
+        """Return the mover of the read's road to its peer, opened once."""
+        rpc_host, _ = parse_endpoint(effect.peer.address, field="peer", mend="name its RPC port")
+        address = told_address(effect.rank.address, rpc_host)
+        key = (effect.road, address, effect.peer.unit)
+        mover = self._movers.get(key)
+        if mover is None:
+            mover = self._roads.open(effect.road, address, memory)
+            if mover is not None:
+                self._movers[key] = mover
+                self._loop.add_reader(mover.fileno(), self._ended, mover)
+        return mover
+
+    def _ended(self, mover: Mover) -> None:
+        ends = mover.ended()
+        if any(isinstance(one, ReadFailed) and one.reason in CLOSED for one in ends):
+            self._drop(mover)
+            ends += mover.ended()
+        for ended in ends:
+            self._reads.pop(ended.number, None)
+            self._handle(ReadEnded(ended))
+
+    def _drop(self, mover: Mover) -> None:
+        """Close a road on which nobody is read any more; the next read opens it anew."""
+        for key in [key for key, one in self._movers.items() if one is mover]:
+            del self._movers[key]
+            self._loop.remove_reader(mover.fileno())
+            mover.close()
+
+    # -- peers ---------------------------------------------------------------------------------
+
+    async def _question(self, effect: AskPeer) -> None:
+        """Ask, and hand on what was answered."""
+        within_s = effect.until_s - self._loop.time()
+        request = self._wrapped(effect.message)
+        said = await self._ask(effect.peer.address, request, within_s=within_s)
+        try:
+            answer = decode_reply(said.frame) if isinstance(said, LenderSays) else None
+        except InvalidInput:
+            answer = None
+        if isinstance(answer, Lent) and isinstance(said, LenderSays) and said.memory:
+            self._note_memory(effect.peer.unit, answer.ticket, said.memory)
+        if answer is None:
+            self._handle(QuestionLost(effect.question))
+        else:
+            self._handle(PeerAnswered(effect.question, answer))
+
+    def _note_memory(self, unit: RoutingUnit, ticket: int, data: bytes) -> None:
+        """Keep where a lend lies, the last MEMORIES_KEPT of them."""
+        try:
+            self._memory[unit, ticket] = LentPlaces(data)
+        except InvalidInput as error:
+            log.warning("%s says where it lends, and it can't be: %s", unit.worker, error)
+        while len(self._memory) > MEMORIES_KEPT:
+            del self._memory[next(iter(self._memory))]
+
+    def _wrapped(self, message: PeerQuestion) -> AskLender:
+        """Return the request that carries the message, and with a `Lend` where to look for it."""
+        frame = encode_message(message)
+        hint = self._hints.get(message.nonce) if isinstance(message, Lend) else None
+        if hint is None:
+            return AskLender(frame, self._unit)
+        session, parent, tokens = hint
+        return AskLender(frame, self._unit, session, parent, tokens, self._boot)
+
+    async def _ask(self, address: str, request: RpcRequest, *, within_s: float) -> Said | None:
+        line = self._line(address)
+        data = await line.ask(encode(request), within_s=within_s, repeat_s=within_s)
+        try:
+            return None if data is None else decode_answer(data)
+        except InvalidInput:
+            return None
+
+    def _line(self, address: str) -> AsyncFramedClient:
+        line = self._lines.get(address)
+        if line is None:
+            line = self._lines[address] = AsyncFramedClient(
+                address, key=self._key, read_bytes_max=4 * MAX_FRAME_BYTES, unclaimed=_drop
+            )
+        return line
+
+
+def _drop(data: bytes) -> None:
+    """Let an answer go for which nobody waits any more."""

@@ -1,0 +1,121 @@
+"""A worker brings a session's state from the worker that holds it, over real processes: the right
+bytes, or it computes. What a gateway does of it: test_bringing_fleet.py.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ownerserve.kv.ids import Incarnation, SessionId  # noqa: E402
+from ownerserve.kv.messages import RoutingUnit  # noqa: E402
+from ownerserve.kv.wire.headers import LenderAddress  # noqa: E402
+from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
+from tests.support.hf.worker_process import WorkerProcess  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.crash]
+
+FAMILIES = ("tiny-qwen3", "tiny-v4", "tiny-gemma3", "tiny-gptoss", "tiny-qwen3next")
+AGENT = SessionId("a" * 32)
+KEPT = ("--host-cache", "64MiB", "--dear")
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Any]:
+    started: list[WorkerProcess] = []
+
+    def start(name: str, *flags: str) -> WorkerProcess:
+        started.append(WorkerProcess(tmp_path, name, None, *KEPT, *flags))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if worker.process.poll() is None:
+            worker.stop()
+
+
+def lender(worker: WorkerProcess, unit: RoutingUnit | None = None) -> LenderAddress:
+    return LenderAddress(unit or worker.unit, worker.rpc)
+
+
+@pytest.mark.parametrize("road", ["shm", "readv", "tcp"])
+def test_each_road_brings_the_same(road: str, workers: Any) -> None:
+    near, far = workers("near"), workers("far", "--transfer-roads", road)
+    prompt = text(900, seed=3)
+    near.serve(prompt, AGENT)
+    answer = far.serve(prompt, AGENT, bring_from=lender(near))
+    assert_cold("tiny-qwen3", prompt, answer)
+    assert answer["cached"] >= 800
+    assert far.metric(f'ownerserve_brought_bytes_total{{road="{road}"}}') > 0
+
+
+def brought(worker: WorkerProcess) -> float:
+    return worker.metric('ownerserve_brought_total{end="brought"}')
+
+
+def assert_cold(model: str, prompt: list[int], answer: dict[str, Any]) -> None:
+    """The answer is a cold engine's, as far as it can tell."""
+    tokens = answer["tokens"]
+    rows = reference(model, prompt, tokens)
+    for row, token, logprob in zip(rows, tokens, answer["logprobs"], strict=True):
+        assert abs(float(row[token]) - logprob) <= TOLERANCE
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_turn_elsewhere_reads_what_the_session_left_and_answers_alike(
+    model: str, workers: Any
+) -> None:
+    near, far = workers("near", "--model", model), workers("far", "--model", model)
+    prompt = text(900, seed=3)
+    first = near.serve(prompt, AGENT)
+    longer = [*prompt, *first["tokens"], *text(40, seed=9)]
+    answer = far.serve(longer, AGENT, bring_from=lender(near))
+    assert brought(far) == 1, far.http.get("/metrics").text
+    assert answer["cached"] >= 800
+    assert_cold(model, longer, answer)
+    # What was brought is its own now: the next turn asks nobody.
+    last = far.serve([*longer, *answer["tokens"], *text(40, seed=10)], AGENT)
+    assert last["cached"] >= len(longer) // 64 * 64 - 64
+    assert brought(far) == 1
+
+
+def test_who_holds_nothing_is_frozen_or_gone_costs_time_and_no_answer(workers: Any) -> None:
+    near, far = workers("near"), workers("far")
+    prompt = text(900, seed=3)
+
+    unknown = far.serve(prompt, SessionId("b" * 32), bring_from=lender(near))
+    assert_cold("tiny-qwen3", prompt, unknown)
+
+    first = near.serve(prompt, AGENT)
+    longer = [*prompt, *first["tokens"], *text(40, seed=9)]
+    other_life = RoutingUnit(near.unit.worker, 0, Incarnation(near.unit.incarnation + 1))
+    late = far.serve(longer, AGENT, bring_from=lender(near, other_life))
+    assert_cold("tiny-qwen3", longer, late)
+
+    near.freeze()
+    frozen = far.serve(text(500, seed=5), AGENT, bring_from=lender(near))
+    assert_cold("tiny-qwen3", text(500, seed=5), frozen)
+    near.process.send_signal(signal.SIGKILL)
+    near.process.wait(300)
+    gone = far.serve(text(500, seed=6), AGENT, bring_from=lender(near))
+    assert_cold("tiny-qwen3", text(500, seed=6), gone)
+    assert brought(far) == 0
+
+
+def test_a_fork_elsewhere_reads_its_parents_prefix(workers: Any) -> None:
+    near, far = workers("near"), workers("far")
+    prompt = text(900, seed=3)
+    near.serve(prompt, AGENT)
+    branch = [*prompt, *text(60, seed=11)]
+    fork = SessionId("c" * 32)
+    answer = far.serve(branch, fork, parent=AGENT, bring_from=lender(near))
+    assert brought(far) == 1
+    assert answer["cached"] >= 800
+    assert_cold("tiny-qwen3", branch, answer)
