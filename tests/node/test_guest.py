@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 import msgspec
@@ -19,6 +19,7 @@ from ownerserve.cache.outcomes import (
     RestorablePoint,
     Restore,
     SlotsReserved,
+    Verified,
 )
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
@@ -104,6 +105,7 @@ class EngineBlocks:
         self.resident = 0
         self.has_blocks = False
         self.open: dict[int, Arrival] = {}
+        self.held: set[int] = set()
         self._tickets = count(1)
 
     def match(self, turn_id: TurnId, tokens: Packed) -> Match | Later:
@@ -128,14 +130,18 @@ class EngineBlocks:
         start = min(max(self.hit, self.resident), end - B)
         return SlotsReserved(ticket, start, tuple(range(start // B, end // B)), points)
 
-    def commit(self, ticket: int, digest: bytes, now: float) -> Inserted | CacheRefused:
+    def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
         arrival = self.open.pop(ticket)
-        if digest != arrival.digest:
+        if not parts or not all(part.is_as_stated for part in parts):
             return CacheRefused(CacheRefusal.DIGEST_MISMATCH)
         return Inserted(len(arrival.tokens) // TOKEN_BYTES, 0)
 
-    def abort(self, ticket: int) -> None:
+    def abort(self, ticket: int, now: float) -> None:
         del self.open[ticket]
+        self.held.add(ticket)
+
+    def quiet(self, ticket: int) -> None:
+        self.held.remove(ticket)
 
 
 class CountedPlanner(Planner):
@@ -415,8 +421,9 @@ def test_a_turn_given_up_while_it_loads_is_dropped() -> None:
     guest.ask(0)
     bring = guest.place()
     assert DropOperation(bring.operation_id) in guest.handle(TurnGone(TURN))
+    assert guest.device.held, "its workers write on until they say that they are done"
     assert guest.handle(Filled(bring.operation_id, ())) == []
-    assert not guest.device.open
+    assert not guest.device.open and not guest.device.held
 
 
 def test_a_turn_that_waits_for_blocks_has_no_deadline() -> None:
