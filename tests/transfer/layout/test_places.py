@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
-from ownerserve.kv.frame import DENSE, PayloadPart, PayloadSection
+from ownerserve.kv.frame import CSA_INDEX, CSA_MAIN, DENSE, PayloadPart, PayloadSection
+from ownerserve.kv.specs import Compressed, Entry, Part, Precision, Role, StateSpec
 from ownerserve.transfer.layout.arrays import Pool
 from ownerserve.transfer.layout.joining import CopyList, join
-from ownerserve.transfer.layout.known import LAYOUTS, ring
+from ownerserve.transfer.layout.known import LAYOUTS, paged_rows, ring
 from ownerserve.transfer.layout.places import RegionPlaces
 from ownerserve.transfer.vocabulary import FramePiece
 from tests.support.transfer.naive import WHERE
@@ -216,3 +217,41 @@ def test_a_window_lies_in_a_ring_of_rows() -> None:
 
 def test_every_known_layout_is_tested() -> None:
     assert LAYOUTS.keys() == WHERE.keys() == {layout for _, layout in EACH}
+
+
+def test_blocks_are_padded_to_what_their_kernel_wants() -> None:
+    """DeepSeek-V4's kernels take compressed entries in pages of a multiple of 576 bytes."""
+    parts = (
+        Part("nope", 448, Precision.FP8),
+        Part("rope", 64, Precision.BF16),
+        Part("scale", 8, Precision.UE8M0),
+    )
+    state = StateSpec(Role.CSA_MAIN, Compressed(4, 4), Entry(parts), align_bytes=576)
+    entries, size = 16, state.entry.payload_bytes
+    section = PayloadSection(CSA_MAIN, (PayloadPart("rows", (2, entries, size), "uint8"),))
+    pool = Pool(section, 8, entries, BASE, state.align_bytes)
+    runs = RegionPlaces(LAYOUTS["paged_rows"](pool)).runs(
+        FramePiece(ARTIFACT, 0, 2, 0, 1), [np.array([3, 4])]
+    )
+    page = state.padded(entries * size)
+    assert page > entries * size
+    assert (runs.addresses - BASE).tolist() == [3 * page, 4 * page]
+    assert runs.lengths.tolist() == [entries * size] * 2  # padding is nobody's bytes
+
+
+def test_compressed_entries_and_their_indexer_share_a_page() -> None:
+    rows = {CSA_MAIN: 24, CSA_INDEX: 8}
+    sections = {
+        name: PayloadSection(name, (PayloadPart("rows", (2, 4, size), "uint8"),))
+        for name, size in rows.items()
+    }
+    main = Pool(sections[CSA_MAIN], 4, 4, BASE)
+    index = Pool(sections[CSA_INDEX], 4, 4, BASE + 4 * 24)
+    page = 4 * (24 + 8)
+    piece, ids = FramePiece(ARTIFACT, 0, 1, 1, 2), [np.array([2])]
+    found = [
+        RegionPlaces(paged_rows.in_page(pool, page)).runs(piece, ids) for pool in (main, index)
+    ]
+    at = BASE + (4 + 2) * page
+    assert [runs.addresses.tolist() for runs in found] == [[at], [at + 4 * 24]]
+    assert [runs.lengths.tolist() for runs in found] == [[4 * 24], [4 * 8]]
