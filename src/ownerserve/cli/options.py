@@ -79,8 +79,8 @@ curve_key_option = click.option(
     "--curve-key-file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The fleet's keys, made by `ownerserve directory keys`: what is asked and answered over"
-    " ZeroMQ off loopback needs them.",
+    help="The fleet's keys, made by `ownerserve directory keys`: what its processes say to each"
+    " other off loopback needs them.",
 )
 
 

@@ -66,7 +66,7 @@ class NotOpen(Exception):
 
 
 class _ClosedAtOnce(Exception):
-    """Who is there closes the connection at our first words, and says nothing."""
+    """The other side closes the connection at our first words, and says nothing."""
 
 
 def ask_lender(host: str, port: int, key: TransferKey | None) -> RoadFound:

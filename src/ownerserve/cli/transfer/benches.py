@@ -12,7 +12,7 @@ from ownerserve.cli.transfer.asking import address_of, ask_lender
 from ownerserve.cli.transfer.lending import LendingChild
 from ownerserve.cli.transfer.measuring import (
     Bench,
-    Contender,
+    Bringer,
     Goal,
     Memcpy,
     MemcpyDigested,
@@ -37,7 +37,7 @@ from ownerserve.transfer.vocabulary import ReadFailure
 HERE = "a child of this process"
 
 
-class Measured(msgspec.Struct, frozen=True):
+class BenchReport(msgspec.Struct, frozen=True):
     """What was measured: who lent, the round trip where it was another process than a child, which
     roads are closed here, and the speeds."""
 
@@ -71,7 +71,7 @@ class Measuring:
         for mover in movers:
             self._closing.callback(mover.close)
             reading = MoverReading(mover, goal, base=base, digests=digests)
-            if _is_open(reading, self._shapes[0]):
+            if self._is_open(reading):
                 contenders.append(reading)
             else:
                 closed.append(mover.name)
@@ -89,22 +89,21 @@ class Measuring:
         contenders.append(MoverReading(mover, goal, base=None, digests={}))
         return Bench(self._shapes, contenders, self._rounds, 0), asked.round_trip_ms
 
-    def _memory(self) -> tuple[Goal, list[Contender]]:
+    def _is_open(self, reading: MoverReading) -> bool:
+        """Tell whether the road is open here, by one read. Raises as `run` where it is, and nothing
+        came."""
+        try:
+            reading.bring(self._shapes[0])
+        except NotBrought as failed:
+            if failed.reason is not ReadFailure.UNABLE:
+                raise explained(failed, self._shapes, HERE) from failed
+            return False
+        return True
+
+    def _memory(self) -> tuple[Goal, list[Bringer]]:
         """Return the goal of all reads, and what memory alone does."""
         goal, source = Goal(self._span_bytes), BenchPool(self._span_bytes)
         return goal, [Memcpy(source, goal), MemcpyDigested(source, goal)]
-
-
-def _is_open(reading: MoverReading, shape: ReadShape) -> bool:
-    """Tell whether the road is open here, by one read. Raises NotBrought where it is, and nothing
-    came."""
-    try:
-        reading.bring(shape)
-    except NotBrought as failed:
-        if failed.reason is not ReadFailure.UNABLE:
-            raise
-        return False
-    return True
 
 
 def run(bench: Bench, lender: str, advance: Callable[[], None]) -> list[RoadSpeed]:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from ownerserve.cli.options import PORT, check_host, curve_key_option, fleet_key
 from ownerserve.cli.output import OutputFile, console_for, json_option, write_json
 from ownerserve.cli.transfer.asking import ask_lender
-from ownerserve.cli.transfer.benches import HERE, Measured, Measuring, run
+from ownerserve.cli.transfer.benches import HERE, BenchReport, Measuring, run
 from ownerserve.cli.transfer.pool import BenchPool, check_memory
 from ownerserve.cli.transfer.roads import ENGINES, engine_road, local_roads, loopback_tcp, readable
 from ownerserve.cli.transfer.shapes import LEAST_RUN_BYTES, QUICK, USUAL, parse_shape
@@ -207,7 +207,7 @@ def bench(
             console.print(f"{road} is not open here: `ownerserve transfer check` says why")
         if round_trip_ms is not None:
             console.print(f"{round_trip_ms:.3g} ms a round trip to {lender}", markup=False)
-    measured = Measured(lender, round_trip_ms, closed, speeds)
+    measured = BenchReport(lender, round_trip_ms, closed, speeds)
     write_json(json_target, "transfer.bench", {"rounds": rounds, **msgspec.to_builtins(measured)})
 
 

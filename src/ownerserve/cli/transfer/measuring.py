@@ -53,8 +53,8 @@ class NotBrought(Exception):
         self.road, self.reason = road, reason
 
 
-class Contender(Protocol):
-    """A `Contender` brings shapes, one after another."""
+class Bringer(Protocol):
+    """A `Bringer` brings shapes, one after another."""
 
     @property
     def name(self) -> str:
@@ -161,7 +161,7 @@ class Bench(NamedTuple):
     is the lending process's, 0 where it is on another host."""
 
     shapes: Sequence[ReadShape]
-    contenders: Sequence[Contender]
+    contenders: Sequence[Bringer]
     rounds: int
     lender_pid: int
 
@@ -205,7 +205,7 @@ class Bench(NamedTuple):
                 advance()
         return samples
 
-    def _sample(self, shape: ReadShape, contender: Contender) -> _Sample:
+    def _sample(self, shape: ReadShape, contender: Bringer) -> _Sample:
         reads = max(1, SAMPLE_BYTES // shape.bytes)
         begun_s, begun_cpu_s = time.perf_counter(), self._cpu_s()
         for _ in range(reads):

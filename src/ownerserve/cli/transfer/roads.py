@@ -47,52 +47,62 @@ _SHM_NEEDS = (
 )
 
 
-class Probe(NamedTuple):
+class ProbedProcess(NamedTuple):
     """A process that was begun to be read from."""
 
     name: ProcessName
     shared: SharedMemory
 
 
+class NoProbe(NamedTuple):
+    """None could be begun, or it could share nothing: why."""
+
+    why: str
+
+
 @contextmanager
-def probe() -> Iterator[Probe | None]:
-    """Yield a process of this host that shares PROBE_BYTES; None where it can't share. It ends with
-    the block, or with this process."""
+def probe() -> Iterator[ProbedProcess | NoProbe]:
+    """Yield a process of this host that shares PROBE_BYTES. It ends with the block, or with this
+    process."""
     source = importlib.util.find_spec("ownerserve.cli.transfer.probe_peer")
     assert source is not None and source.origin is not None
-    with subprocess.Popen(
-        [sys.executable, "-I", source.origin],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        said = process.stdout.readline().split()
-        if len(said) != 2:
-            yield None
-            return
-        here = own_name()
-        begun = started_ticks(process.pid)
-        name = ProcessName(here.boot, here.pid_space, pid=process.pid, started_ticks=begun)
-        descriptor, address = said
-        place = f"/proc/{process.pid}/fd/{descriptor}"
-        yield Probe(name, SharedMemory(place, int(address), PROBE_BYTES))
+    command = [sys.executable, "-I", source.origin]
+    try:
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    except OSError as error:
+        yield NoProbe(f"{sys.executable}: {error.strerror}")
+        return
+    with process:
+        yield _told(process)
+
+
+def _told(process: subprocess.Popen[str]) -> ProbedProcess | NoProbe:
+    """Return the process by what it says of itself."""
+    assert process.stdout is not None and process.stderr is not None
+    said = process.stdout.readline().split()
+    if len(said) != 2:
+        return NoProbe((process.stderr.read().strip().splitlines() or ["it says nothing"])[-1])
+    try:
+        here, begun = own_name(), started_ticks(process.pid)
+    except OSError as error:
+        return NoProbe(f"{error.filename}: {error.strerror}")
+    name = ProcessName(here.boot, here.pid_space, pid=process.pid, started_ticks=begun)
+    place = f"/proc/{process.pid}/fd/{said[0]}"
+    return ProbedProcess(name, SharedMemory(place, int(said[1]), PROBE_BYTES))
 
 
 def local_roads() -> list[RoadFound]:
     """Try the roads between processes of this host."""
     with probe() as peer:
-        if peer is None:
-            found = "this host shares no sealed memory (memfd_create)"
-            return [
-                RoadFound("shm", RoadState.CLOSED, found, "allow it in the container's profile"),
-                readable(os.getpid()),
-            ]
+        if isinstance(peer, NoProbe):
+            found = f"a process that shares sealed memory can't be begun: {peer.why}"
+            mend = "allow memfd_create, and /proc, in the container's profile"
+            return [RoadFound("shm", RoadState.CLOSED, found, mend), readable(os.getpid())]
         return [_shm(peer), _readv(peer)]
 
 
-def _shm(peer: Probe) -> RoadFound:
+def _shm(peer: ProbedProcess) -> RoadFound:
     mover = shm_mover(peer.name, peer.shared, digests=Xxh3())
     end = _brought(mover, peer.shared)
     if isinstance(end, ReadLanded):
@@ -103,7 +113,7 @@ def _shm(peer: Probe) -> RoadFound:
     return RoadFound("shm", RoadState.CLOSED, found, _SHM_NEEDS)
 
 
-def _readv(peer: Probe) -> RoadFound:
+def _readv(peer: ProbedProcess) -> RoadFound:
     rights = read_rights(peer.name.pid)
     if isinstance(rights, Unreadable):
         return RoadFound("readv", RoadState.CLOSED, rights.why, rights.mend)
