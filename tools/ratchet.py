@@ -31,6 +31,10 @@ EXCEPTIONS: dict[str, tuple[int, str]] = {
         18,
         "vLLM's interface of a queue is eight of them; the rest is what soft references ask",
     ),
+    "class src/ownerserve/engines/hf/engine/commands.py:AsyncEngine": (
+        13,
+        "what threads beside the engine's ask of it: a command each, and what may be read at once",
+    ),
     "class src/ownerserve/router/fleet.py:Candidates": (
         13,
         "what policies ask of the workers, a look-up each, and the three by which the fleet keeps"

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.crash]
 
 MODEL = "tiny-qwen3"
 WAIT_S = 300.0
-KEPT = ("--host-cache", "64MiB", "--dear")
+KEPT = ("--host-cache", "64MiB", "--kv-memory", "64MiB", "--dear")
 
 
 @pytest.fixture
@@ -75,6 +75,22 @@ async def turn(
     return choice, answer.headers
 
 
+async def keep_busy(gateway: Gateway, client: httpx.AsyncClient, home: str) -> Any:
+    """A long turn of another session that stands at `home`, under way there."""
+    for number in range(16):
+        hog, prompt = f"hog{number}", text(64, seed=20 + number)
+        said, headers = await turn(client, prompt, hog)
+        if headers["x-ownerserve-worker"] == home:
+            break
+    else:
+        raise AssertionError(f"no session of 16 was begun at {home}")
+    longer = [*prompt, *said["token_ids"], *text(7000, seed=40)]
+    busy = asyncio.create_task(turn(client, longer, hog, tokens=2))
+    (unit,) = [unit for unit in gateway.state.fleet if unit.id == home]
+    await until_async(lambda: unit.queue_ms > 50.0 or busy.done(), within_s=WAIT_S)
+    return busy
+
+
 def test_a_session_leaves_a_busy_worker_with_its_state(workers: list[WorkerProcess]) -> None:
     async def play() -> None:
         async with gateway_over(workers) as (gateway, client):
@@ -83,12 +99,7 @@ def test_a_session_leaves_a_busy_worker_with_its_state(workers: list[WorkerProce
             home = headers["x-ownerserve-worker"]
             (away,) = [worker for worker in workers if worker.name != home]
             prompt = [*prompt, *first["token_ids"], *text(40, seed=9)]
-            # Others keep the home busy: each is begun where the session stands.
-            busy = []
-            while not any(unit.queue_ms > 50.0 for unit in gateway.state.fleet if unit.id == home):
-                other = f"other{len(busy)}"
-                busy.append(asyncio.create_task(turn(client, text(6000, seed=20), other, tokens=2)))
-                await asyncio.sleep(0.05)
+            busy = await keep_busy(gateway, client, home)
             choice, headers = await turn(client, prompt, "agent")
             assert headers["x-ownerserve-worker"] == away.name, headers
             assert headers["x-ownerserve-action"] in ("state_migration", "artifact_fetch")
@@ -101,7 +112,7 @@ def test_a_session_leaves_a_busy_worker_with_its_state(workers: list[WorkerProce
                 reference(MODEL, prompt, tokens), tokens, logprobs, strict=True
             ):
                 assert abs(float(row[token]) - logprob) <= TOLERANCE
-            await asyncio.gather(*busy)
+            await busy
             # The former home lets it go, and the next turn stays where the state is.
             prompt = [*prompt, *tokens, *text(20, seed=10)]
             units = list(gateway.state.fleet)

@@ -130,13 +130,7 @@ def build_worker(options: WorkerOptions) -> HfWorker:
     )
     cache.pressure.watermarks = options.watermarks
     limits = _limits(options, runner, sizes)
-    facts = Facts(
-        model=checkpoint.name,
-        vocab_size=runner.vocab_size,
-        sequence_tokens=limits.sequence_tokens,
-        eos_token_ids=checkpoint.eos_ids,
-        block_tokens=runner.layout.block_tokens,
-    )
+    facts = _facts(checkpoint, runner, limits)
     codec, metrics = ChatCodec(checkpoint.tokenizer), WorkerMetrics()
     node = build_node(options, checkpoint, runner=runner, cache=cache)
     scheduler = Scheduler(
@@ -153,9 +147,8 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         worker=WorkerId(options.worker_id),
         owns_sessions=options.directory is not None,
     )
-    transfers = None
-    if node is not None and options.transfer is not None:
-        transfers = _transfers(options.transfer, identity.unit, node, runner=runner)
+    transfers = _transfers(options.transfer, identity.unit, node, runner=runner)
+    if transfers is not None:
         metrics.registry.register(TransferCollector(transfers))
     steps = StepLoop(
         runner, scheduler, cache=cache, decoder=codec, identity=identity, metrics=metrics
@@ -165,33 +158,39 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         if (counts := node.remote_counts) is not None:
             metrics.registry.register(RemoteCollector(counts))
     if options.directory is not None:
+        scope = node.state.names.identity if node else identity_of(checkpoint, runner)
         ownership = Ownership(
             identity.unit,
             opener_of(options.directory, options.fleet_key),
-            block_tokens=runner.layout.block_tokens,
-            scope=(node.state.names.identity if node else identity_of(checkpoint, runner)).digest(),
+            block_tokens=facts.block_tokens,
+            scope=scope.digest(),
             inventory=steps.inventory,
             kinds=kinds_of(runner.layout, Coverage.RANGE),
         )
         metrics.registry.register(OwnershipCollector(ownership))
         steps.own(ownership)
-    prefixes = PromptPrefixes(runner.layout.block_tokens)
-    return HfWorker(
-        AsyncEngine(steps),
-        codec,
-        facts,
-        metrics,
-        sizes,
-        prefixes,
-        steps.ownership,
-        transfers,
+    engine, prefixes = AsyncEngine(steps), PromptPrefixes(facts.block_tokens)
+    owning = steps.ownership
+    return HfWorker(engine, codec, facts, metrics, sizes, prefixes, owning, transfers)
+
+
+def _facts(checkpoint: LoadedCheckpoint, runner: ModelRunner, limits: SchedulerLimits) -> Facts:
+    return Facts(
+        model=checkpoint.name,
+        vocab_size=runner.vocab_size,
+        sequence_tokens=limits.sequence_tokens,
+        eos_token_ids=checkpoint.eos_ids,
+        block_tokens=runner.layout.block_tokens,
     )
 
 
 def _transfers(
-    place: TransferPlace, unit: RoutingUnit, node: NodeRuntime, *, runner: ModelRunner
-) -> Transfers:
-    """Open the port where peers read this worker, and make peers a tier of its node."""
+    place: TransferPlace | None, unit: RoutingUnit, node: NodeRuntime | None, *, runner: ModelRunner
+) -> Transfers | None:
+    """Open the port where peers read this worker, and make peers a tier of its node; None where
+    there is no node, or no place was named."""
+    if place is None or node is None:
+        return None
     state, port = node.state, HfPort(runner)
     lending = Lending(state.cache, state.names, state.chains, regions=port.regions)
     parts = runner.payload_parts()
