@@ -7,9 +7,9 @@ leave (EAR's states and brakes), at those who hold its prefix and at the target;
 wins. Without an owner, the holders and the k least loaded are priced.
 
 A session leaves its home only for a worker that can take it without having to bring back soon what
-it displaces: the refill share that the worker states is a gate and no price. By the same word a
-home has room, so that nobody there is spared by a move: it is left only for a wait that is longer
-than the session's state would take to be computed anew.
+it displaces: the refill share that the worker states is a gate and no price. One whose home has
+lost a long part of its state begins anew where that is cheapest; what home still has, if it is half
+or more, is taken along only where EAR's brakes let a session move.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class OwnerServe:
         takes = partial(self._takes, request)
         pressure_ms = self.pressure_ms(request, home, fleet)
         state, target = STAYS_CALM
-        if pressure_ms > self._settings.hot_ms and not self._keeps(request, home, pressure_ms):
+        if pressure_ms > self._settings.hot_ms:
             state, target = heat(
                 request,
                 pressure_ms,
@@ -127,14 +127,13 @@ class OwnerServe:
         self, request: RoutingRequest, home: Worker, others: Iterable[Worker], fleet: Candidates
     ) -> list[Worker]:
         """Return home, and of the others those to whom the session may take along what home still
-        has, half of it or more: away from a wait that is longer than the turn itself, to who is
-        surely less busy, and not soon after a move."""
-        settings, waits_ms = self._settings, self.pressure_ms(request, home, fleet)
-        turn_ms = self._pricer.local(request, home).compute_ms
-        if waits_ms <= max(settings.hot_ms, turn_ms) or request.since_move_s < settings.cool_s:
+        has, half of it or more, by a move's brakes: home is hot, they are surely less busy, and it
+        did not move just now."""
+        settings, pressure_ms = self._settings, self.pressure_ms(request, home, fleet)
+        if pressure_ms <= settings.hot_ms or request.since_move_s < settings.cool_s:
             return [home]
-        limit_ms = waits_ms / settings.hot_ratio
-        return [home, *(one for one in others if self.pressure_ms(request, one, fleet) < limit_ms)]
+        most_ms = pressure_ms / settings.hot_ratio
+        return [home, *(one for one in others if self.pressure_ms(request, one, fleet) < most_ms)]
 
     def pressure_ms(self, request: RoutingRequest, worker: Worker, fleet: Candidates) -> float:
         """Return all that leaving can save, in ms: the queue, and what a larger batch than
@@ -155,16 +154,6 @@ class OwnerServe:
         """Return whether the session may move to the worker."""
         tokens = request.prompt_tokens + request.output_tokens - request.cached_on(worker)
         return self._pricer.takes(worker, tokens)
-
-    def _keeps(self, request: RoutingRequest, home: Worker, pressure_ms: float) -> bool:
-        """Return whether a home under a pressure over T_hot keeps the session: by its own word it
-        has room for the turn, so that leaving spares nobody's state, and the wait is no longer than
-        the session's own would take to be computed anew: so much a move may cost elsewhere."""
-        tokens = request.prompt_tokens + request.output_tokens
-        share = home.load.refill_share(tokens - request.cached_on(home))
-        if share is None or share > self._settings.move_refill_share:
-            return False
-        return pressure_ms <= home.speed.prefill.ms(request.known_tokens, 0)
 
     def _wish(
         self, request: RoutingRequest, home: Worker, target: Worker | None, best: Option
