@@ -28,11 +28,11 @@ from ownerserve.transfer.movers.tcp.settings import ReaderSettings
 from ownerserve.transfer.movers.tcp.wire import (
     ANSWER_BYTES,
     ASK_BYTES,
+    AnswerOutcome,
     Checking,
     DigestKind,
-    Outcome,
     Over,
-    Part,
+    PartHead,
     Signing,
     decode_ask,
 )
@@ -243,7 +243,7 @@ class Insider:
     """A lender who has the key, and lies: after its handshake it says `answers`, each followed by
     as many bytes as it likes."""
 
-    def __init__(self, answers: list[tuple[Part | Over, int]]) -> None:
+    def __init__(self, answers: list[tuple[PartHead | Over, int]]) -> None:
         self.answers = answers
 
     def __call__(self, sock: socket.socket) -> None:
@@ -258,15 +258,15 @@ class Insider:
 
 sizes = st.one_of(st.integers(1, 3 * 256 * KIB), st.just(256 * KIB), st.integers(2**62, 2**64 - 1))
 lies = st.one_of(
-    st.builds(Part, st.integers(1, 2), sizes),
-    st.builds(Over, st.integers(1, 2), st.sampled_from(Outcome), sizes, st.just(b"d" * 32)),
+    st.builds(PartHead, st.integers(1, 2), sizes),
+    st.builds(Over, st.integers(1, 2), st.sampled_from(AnswerOutcome), sizes, st.just(b"d" * 32)),
 )
 
 
 @drawn
 @given(st.lists(st.tuples(lies, st.integers(0, 300 * KIB)), max_size=4), st.sampled_from(KINDS))
 def test_a_lender_who_lies_writes_nothing_beside_the_goal(
-    answers: list[tuple[Part | Over, int]], kind: DigestKind
+    answers: list[tuple[PartHead | Over, int]], kind: DigestKind
 ) -> None:
     with Rig(300 * KIB) as rig, lending(Insider(answers)) as port:
         read = rig.read()
@@ -284,8 +284,8 @@ def test_a_lender_who_lies_writes_nothing_beside_the_goal(
 
 def test_an_answer_that_ends_early_is_corrupt_whatever_it_signs() -> None:
     sent = bytes(MIB)
-    short = Over(1, Outcome.BROUGHT, MIB, xxh3_128_digest(sent))
-    with Rig(3 * MIB) as rig, lending(Insider([(Part(1, MIB), MIB), (short, 0)])) as port:
+    short = Over(1, AnswerOutcome.BROUGHT, MIB, xxh3_128_digest(sent))
+    with Rig(3 * MIB) as rig, lending(Insider([(PartHead(1, MIB), MIB), (short, 0)])) as port:
         read = rig.read(told=False)
         assert bring(rig.mover(port), read) == failed(read, ReadFailure.CORRUPT)
 

@@ -13,12 +13,12 @@ from ownerserve.transfer.movers.tcp.wire import (
     ANSWER_BYTES,
     ASK_BYTES,
     MAC_BYTES,
+    AnswerOutcome,
     Bring,
     Checking,
     DigestKind,
-    Outcome,
     Over,
-    Part,
+    PartHead,
     Signing,
     decode_answer,
     decode_ask,
@@ -33,8 +33,8 @@ pieces = st.builds(FramePiece, name, small, small, small, small, small, small,
                    st.one_of(st.just(b""), name.filter(any)))  # fmt: skip
 asks = st.builds(Bring, large, large, pieces, large, st.sampled_from(DigestKind))
 answers = st.one_of(
-    st.builds(Part, large, st.integers(1, 2**64 - 1)),
-    st.builds(Over, large, st.sampled_from(Outcome), large, name),
+    st.builds(PartHead, large, st.integers(1, 2**64 - 1)),
+    st.builds(Over, large, st.sampled_from(AnswerOutcome), large, name),
 )
 
 
@@ -47,7 +47,7 @@ def test_what_is_asked_is_read_as_it_was(ask: Bring) -> None:
 
 @quick
 @given(answers)
-def test_what_is_answered_is_read_as_it_was(answer: Part | Over) -> None:
+def test_what_is_answered_is_read_as_it_was(answer: PartHead | Over) -> None:
     assert decode_answer(answer.body()) == answer
     assert len(answer.body()) + MAC_BYTES == ANSWER_BYTES
 

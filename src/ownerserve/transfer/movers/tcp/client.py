@@ -7,7 +7,7 @@ from threading import Lock
 
 from ownerserve.transfer.movers.digests import Digests
 from ownerserve.transfer.movers.tcp.backoff import Backoff
-from ownerserve.transfer.movers.tcp.connection import ReaderConnection, Reading
+from ownerserve.transfer.movers.tcp.connection import PeerReading, ReaderConnection
 from ownerserve.transfer.movers.tcp.settings import Peer, ReaderSettings, check_peer
 from ownerserve.transfer.vocabulary import Ended, Read, ReadFailed, ReadFailure
 
@@ -22,7 +22,7 @@ class TcpMover:
         """Raises InvalidInput for a peer that is not to be connected to."""
         check_peer(peer)
         settings = settings or ReaderSettings()
-        reading = Reading(peer, settings, digests, Backoff())
+        reading = PeerReading(peer, settings, digests, Backoff())
         self._connections = [
             ReaderConnection(reading, self._tell) for _ in range(settings.connections)
         ]

@@ -1,7 +1,7 @@
 """One connection of the reading side and its thread, the only writer into the goals of its reads.
 
     asker   start, cancel ──> WaitingReads (under a lock) <── thread: take, verdict, finished
-    thread  connect, show the key ── ask ── Part: bytes into the goal, digested ... ── Over ──> end
+    thread  connect, show the key ── ask ── PartHead: bytes into the goal, digested ── Over ──> end
 
 The thread waits for the socket and for `wake` in one poll. Whatever ends a read amid its bytes
 closes the connection: what still comes of it comes nowhere. A connection that stood idle may have
@@ -40,12 +40,12 @@ from ownerserve.transfer.movers.tcp.settings import Peer, ReaderSettings, be_pat
 from ownerserve.transfer.movers.tcp.wire import (
     ANSWER_BYTES,
     DIGEST_BYTES,
+    AnswerOutcome,
     Bring,
     Checking,
     DigestKind,
-    Outcome,
     Over,
-    Part,
+    PartHead,
     Signing,
     decode_answer,
 )
@@ -62,7 +62,7 @@ SEND_NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 UNABLE = (errno.ENODEV, errno.EADDRNOTAVAIL, errno.EPERM, errno.EACCES, errno.EFAULT)
 
 
-class Reading(msgspec.Struct, frozen=True):
+class PeerReading(msgspec.Struct, frozen=True):
     """What the connections of a mover share: the peer, how it is read, and when it is tried."""
 
     peer: Peer
@@ -83,7 +83,7 @@ class ReaderConnection:
     """A `ReaderConnection` makes one read after another. Owns its socket, its thread and its
     reads; `tell` is called with each end, from any thread, when no byte is written any more."""
 
-    def __init__(self, reading: Reading, tell: Callable[[Ended], None]) -> None:
+    def __init__(self, reading: PeerReading, tell: Callable[[Ended], None]) -> None:
         self._reading, self._tell = reading, tell
         self._reads = WaitingReads()
         self._lock = Lock()
@@ -198,16 +198,16 @@ class ReaderConnection:
             answer = self._asked(body)
         return self._fill(read, gather, answer=answer, kind=kind)
 
-    def _asked(self, body: bytes) -> Part | Over:
+    def _asked(self, body: bytes) -> PartHead | Over:
         sock = self._socket or self._connected()
         self._send(sock, self._signing.frame(body))
         return self._answer(sock)
 
-    def _answer(self, sock: socket.socket) -> Part | Over:
+    def _answer(self, sock: socket.socket) -> PartHead | Over:
         return decode_answer(self._checking.body(self._exactly(sock, ANSWER_BYTES)))
 
     def _fill(
-        self, read: Read, gather: Gather, *, answer: Part | Over, kind: DigestKind
+        self, read: Read, gather: Gather, *, answer: PartHead | Over, kind: DigestKind
     ) -> ReadLanded | ReadFailed:
         """Write what comes into the goal, and check it."""
         assert self._socket is not None and self._keys is not None
@@ -216,7 +216,7 @@ class ReaderConnection:
         if kind is DigestKind.XXH3 and isinstance(self._reading.digests, Xxh3):
             told = signed if read.digest else None
         hashers = list({id(one): one for one in (signed, told) if one is not None}.values())
-        while isinstance(answer, Part):
+        while isinstance(answer, PartHead):
             end = gather.moved + answer.size_bytes
             is_cut = end % SLICE_BYTES and end != gather.bytes
             if answer.number != read.number or end > gather.bytes or is_cut:
@@ -225,8 +225,8 @@ class ReaderConnection:
             answer = self._answer(self._socket)
         if answer.number != read.number:
             raise Corrupt("the end of what was not asked for")
-        if answer.outcome is not Outcome.BROUGHT:
-            gone = answer.outcome is Outcome.GONE
+        if answer.outcome is not AnswerOutcome.BROUGHT:
+            gone = answer.outcome is AnswerOutcome.GONE
             return ReadFailed(read.number, ReadFailure.GONE if gone else ReadFailure.REFUSED)
         if answer.size_bytes != gather.bytes or gather.moved != gather.bytes:
             raise Corrupt("an answer of another length")

@@ -32,12 +32,12 @@ from ownerserve.transfer.movers.tcp.handshake import (
 from ownerserve.transfer.movers.tcp.settings import LenderSettings
 from ownerserve.transfer.movers.tcp.wire import (
     ASK_BYTES,
+    AnswerOutcome,
     Bring,
     Checking,
     DigestKind,
-    Outcome,
     Over,
-    Part,
+    PartHead,
     Signing,
     decode_ask,
 )
@@ -66,11 +66,11 @@ class _Answer:
         self.bring, self.gather, self.hasher = bring, gather, hasher
         self.part_end = self.digested = 0
 
-    def next_part(self) -> Part:
+    def next_part(self) -> PartHead:
         """Begin a part."""
         start = self.part_end
         self.part_end = min(start + PART_BYTES, self.gather.bytes)
-        return Part(self.bring.number, self.part_end - start)
+        return PartHead(self.bring.number, self.part_end - start)
 
     def send(self, descriptor: int) -> bool:
         """Send what the socket takes of the part; False: it takes no more now."""
@@ -89,9 +89,9 @@ class _Answer:
             self.gather.digest(self.hasher, self.digested, end)
             self.digested = end
 
-    def over(self, outcome: Outcome) -> Over:
+    def over(self, outcome: AnswerOutcome) -> Over:
         """End the answer."""
-        brought = outcome is Outcome.BROUGHT and self.hasher is not None
+        brought = outcome is AnswerOutcome.BROUGHT and self.hasher is not None
         digest = self.hasher.digest() if brought and self.hasher is not None else b""
         return Over(self.bring.number, outcome, self.gather.moved, digest)
 
@@ -162,7 +162,9 @@ class ServedReader:
         bring = decode_ask(self._checking.body(data))
         runs = self._lender.runs(bring.ticket, bring.piece)
         if runs is None or runs.bytes != bring.size_bytes:
-            self._out = self._signing.frame(Over(bring.number, Outcome.REFUSED, 0, b"").body())
+            self._out = self._signing.frame(
+                Over(bring.number, AnswerOutcome.REFUSED, 0, b"").body()
+            )
             return
         self._answer = _Answer(bring, Gather(runs), hasher_of(bring.digest, self._keys.bytes))
         self._next_frame()
@@ -175,7 +177,7 @@ class ServedReader:
         if stands and answer.gather.moved < answer.gather.bytes:
             self._out = self._signing.frame(answer.next_part().body())
             return
-        over = answer.over(Outcome.BROUGHT if stands else Outcome.GONE)
+        over = answer.over(AnswerOutcome.BROUGHT if stands else AnswerOutcome.GONE)
         self._out = self._signing.frame(over.body())
         self._answer = None
 

@@ -5,9 +5,9 @@
     answers   | kind 1, outcome 1, 0 x 6 | number 8 | bytes 8 | digest 32 | MAC 16 |   = 72 bytes
 
 All little-endian; each direction's frames are of one length, so that no length is believed before
-its MAC. A `Part` is followed by as many bytes of the piece as it says: whole slices (gather.py),
-but for the piece's end. The MAC is of the frame's place in its direction, and its body: a frame
-left out, sent twice or out of turn does not match. A form of zeros is none.
+its MAC. A `PartHead` is followed by as many bytes of the piece as it says: whole slices
+(gather.py), but for the piece's end. The MAC is of the frame's place in its direction, and its
+body: a frame left out, sent twice or out of turn does not match. A form of zeros is none.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class DigestKind(IntEnum):
     """blake3 under the connection's key: nobody without the key can alter a byte unseen."""
 
 
-class Outcome(IntEnum):
-    """An `Outcome` is how an answer ended, as the lender says."""
+class AnswerOutcome(IntEnum):
+    """An `AnswerOutcome` is how an answer ended, as the lender says."""
 
     BROUGHT = 0
     GONE = 1
@@ -80,8 +80,8 @@ class Bring(msgspec.Struct, frozen=True, gc=False):
         return _ASK.pack(_BRING, self.digest, *facts)
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
-    """A `Part` says that the next `size_bytes` bytes are the piece's."""
+class PartHead(msgspec.Struct, frozen=True, gc=False):
+    """A `PartHead` says that the next `size_bytes` bytes are the piece's."""
 
     number: int
     size_bytes: int
@@ -96,7 +96,7 @@ class Over(msgspec.Struct, frozen=True, gc=False):
     kind that was asked for, filled up with zeros."""
 
     number: int
-    outcome: Outcome
+    outcome: AnswerOutcome
     size_bytes: int
     digest: bytes
 
@@ -116,13 +116,13 @@ def decode_ask(body: bytes) -> Bring:
     return Bring(number, ticket, piece, size, DigestKind(digest))
 
 
-def decode_answer(body: bytes) -> Part | Over:
+def decode_answer(body: bytes) -> PartHead | Over:
     """Return what is answered. Raises Corrupt for what no lender of ours writes."""
     kind, outcome, number, size, digest = _unpacked(_ANSWER, body)
     if kind == _PART and not outcome and size and digest == _NO_DIGEST:
-        return Part(number, size)
-    if kind == _OVER and outcome in tuple(Outcome):
-        return Over(number, Outcome(outcome), size, digest)
+        return PartHead(number, size)
+    if kind == _OVER and outcome in tuple(AnswerOutcome):
+        return Over(number, AnswerOutcome(outcome), size, digest)
     raise Corrupt("no frame that answers")
 
 
