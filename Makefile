@@ -211,7 +211,7 @@ $(ROUTERS):
 $(MOONCAKE):
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(FOREIGN_PIP) --upgrade pip
-	$(@D)/bin/python $(FOREIGN_PIP) numpy mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(@D)/bin/python $(FOREIGN_PIP) numpy mooncake-transfer-engine-non-cuda==0.3.13.post1 $(CORE_NEEDS)
 	cd $(@D) && { ldconfig -p | grep -q libibverbs.so.1 || apt-get download libibverbs1 libnl-3-200 libnl-route-3-200; }
 	cd $(@D) && for each in $$(ls *.deb); do dpkg -x $$each root; done
 	@touch $@

@@ -74,6 +74,7 @@ DEAD: dict[str, str] = {
     "ownerserve.transfer.movers.arena.ArenaBook": TRANSFER,
     "ownerserve.transfer.movers.arena.StagingMemory": TRANSFER,
     "ownerserve.transfer.movers.digests.KeyedBlake3": TRANSFER,
+    "ownerserve.transfer.movers.mooncake.MooncakeMover": TRANSFER,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
 }
 
