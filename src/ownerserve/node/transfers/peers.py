@@ -109,7 +109,7 @@ class Peers:
         if told is not None and time.monotonic() < told[1]:
             return told[0]
         hint = SessionHint(prefix.session_id, prefix.parent, prefix.tokens)
-        held = self._service.look(prefix.lender, hint)
+        held = self._service.look(prefix.lender, hint, compute_ms=prefix.compute_ms)
         with self._lock:
             self._told[key] = (held, time.monotonic() + TOLD_S)
             while len(self._told) > TOLD_KEPT:

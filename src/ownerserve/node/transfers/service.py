@@ -16,8 +16,9 @@ from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import AskLender, PrefixIs, RpcAnswer
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.source_side import SourceSide
-from ownerserve.node.transfers.target_side import LOOK_S, Brought, TargetSide
+from ownerserve.node.transfers.target_side import Brought, TargetSide
 from ownerserve.transfer.control.events import WantedArtifact
+from ownerserve.transfer.control.target import lend_s
 
 log = logging.getLogger("ownerserve.transfer")
 
@@ -56,12 +57,17 @@ class TransferService:
         """Answer a peer; any thread may call."""
         return self.source.ask(asked)
 
-    def look(self, lender: LenderAddress, hint: SessionHint) -> PrefixIs | None:
-        """Return what a peer holds of a session; None: no answer in time. Waits; not for the
-        engine's thread."""
-        looking = asyncio.run_coroutine_threadsafe(self.target.look(lender, hint), self._loop)
+    def look(
+        self, lender: LenderAddress, hint: SessionHint, *, compute_ms: float
+    ) -> PrefixIs | None:
+        """Return what a peer holds of a session, where computing it would take so many ms; None: no
+        answer in time. Waits; not for the engine's thread."""
+        within_s = lend_s(compute_ms)
+        looking = asyncio.run_coroutine_threadsafe(
+            self.target.look(lender, hint, within_s), self._loop
+        )
         try:
-            return looking.result(2 * LOOK_S)
+            return looking.result(within_s + STOP_S)
         except NotInTime:
             looking.cancel()
             return None

@@ -70,8 +70,6 @@ log = logging.getLogger("ownerserve.transfer")
 
 MEMORIES_KEPT = 256
 CLOSED = (ReadFailure.PEER_LOST, ReadFailure.UNABLE)
-LOOK_S = 0.5
-"""How long a peer is asked what it holds."""
 ALL_OF_IT = (ReaderRank(0, 0, 0),)
 
 
@@ -133,11 +131,13 @@ class TargetSide:
         self._asking: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def look(self, lender: LenderAddress, hint: SessionHint) -> PrefixIs | None:
+    async def look(
+        self, lender: LenderAddress, hint: SessionHint, within_s: float
+    ) -> PrefixIs | None:
         """Ask what a peer holds of a session; None: no answer in time."""
         assert hint.session_id is not None
         asked = AskPrefix(hint.session_id, hint.tokens, hint.parent)
-        said = await self._ask(lender.address, asked, within_s=LOOK_S)
+        said = await self._ask(lender.address, asked, within_s=within_s)
         return said if isinstance(said, PrefixIs) else None
 
     async def bring(

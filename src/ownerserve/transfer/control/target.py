@@ -9,7 +9,7 @@
   digest for each rank. What a mover read counts only where it matches that digest.
 - All ranks have all of a part, or it is not committed.
 - After reads that the peer did not see, the ticket must have stood when it was asked after them.
-- Each bring ends: a peer is silent for `SILENT_S` at most, a Lend waits `LEND_S`, a piece is tried
+- Each bring ends: a peer is silent for `SILENT_S` at most, a Lend waits `lend_s`, a piece is tried
   `ATTEMPTS` times, and a rate that promises less than computing does ends it (`slow_s`).
 """
 
@@ -68,6 +68,9 @@ from ownerserve.transfer.control.rooms import (
 from ownerserve.transfer.vocabulary import ReadFailure, Road
 
 LEND_S, LEND_AGAIN_S = 0.5, 0.2
+LEND_SHARE, LEND_MOST_S = 1 / 8, 5.0
+"""A lend is opened between two steps of its engine, and who is busy has long ones: a Lend is waited
+for longer where computing would take longer."""
 SILENT_S = 2.0
 MORE_WAIT_S, MORE_AGAIN_S = 1.0, 0.3
 """How long a More may be held, and when it is asked again beyond that."""
@@ -78,6 +81,11 @@ READ_S = 2.0
 ATTEMPTS = 2
 BACKLOG_MAX = 64
 """Published pieces that wait for their read; beyond, no more are asked for."""
+
+
+def lend_s(compute_ms: float) -> float:
+    """Return how long a Lend is waited for, in s, where computing would take so many ms."""
+    return max(LEND_S, min(LEND_MOST_S, LEND_SHARE * compute_ms / 1e3))
 
 
 class TransferTarget:
@@ -142,7 +150,15 @@ class TransferTarget:
             pieces = tuple(one.piece for part in bring.parts for one in part.wanted.values())
             wanted = bring.wanted
             lend = Lend(wanted.nonce, peer.unit, pieces, wanted.ranks, wanted.turn_id)
-            return [self._ask(bring, lend, LEND_AGAIN_S, until_s=now + LEND_S, now=now)]
+            return [
+                self._ask(
+                    bring,
+                    lend,
+                    LEND_AGAIN_S,
+                    until_s=now + lend_s(bring.wanted.compute_ms),
+                    now=now,
+                )
+            ]
         return self._end(bring, bring.refusal, now)
 
     def _ask(
@@ -418,7 +434,8 @@ class TransferTarget:
         inf: it is the cache that it waits for."""
         if bring.room is not None and bring.room.state is RoomState.VERIFIED:
             return inf
-        silent_s = bring.heard_s + (LEND_S if bring.ticket is None else SILENT_S)
+        may_s = SILENT_S if bring.ticket is not None else lend_s(bring.wanted.compute_ms)
+        silent_s = bring.heard_s + may_s
         return min(silent_s, bring.slow_s())
 
     def _overdue(self, now: float) -> list[TargetEffect]:
