@@ -262,7 +262,7 @@ class Route:
     def line(self, asked: IdentifiedRequest) -> TurnLine:
         """Make the line that tells the worker of the turn, by what is known now."""
         turns, dispatch = self._turns, self.dispatch
-        lender = turns.lines.lender_of(dispatch.decision)
+        lender = turns.lines.lender_of(dispatch.decision, turns.worker_names)
         return turn_line_of(dispatch, asked, turns.session_of(dispatch), lender=lender)
 
     @property

@@ -128,17 +128,15 @@ class WorkerLines:
         """Return the line to a worker; None when there is none."""
         return self._lines.get(worker)
 
-    def lender_of(self, decision: Decision) -> LenderAddress | None:
+    def lender_of(self, decision: Decision, names: WorkerNames) -> LenderAddress | None:
         """Return the worker that holds what the decision wants brought; None where that is nobody,
         or it can't be reached from the target: an address on loopback is of use to who is there."""
         source = None if decision.source is None else decision.source.worker
         if source is None or source is decision.worker:
             return None
-        unit, target = source.unit, decision.worker.unit
-        if unit is None or target is None:
-            return None
-        lending, reading = self.of(unit.worker), self.of(target.worker)
-        if lending is None or reading is None:
+        unit = None if source.unit is None else names.to_workers(source.unit)
+        lending, reading = self.of(source.id), self.of(decision.worker.id)
+        if unit is None or lending is None or reading is None:
             return None
         if lending.is_on_loopback != reading.is_on_loopback:
             return None
