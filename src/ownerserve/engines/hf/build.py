@@ -49,7 +49,7 @@ from ownerserve.node.storage.journal import Journal
 from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.node.storage.media import DEFAULT_WRITE
 from ownerserve.node.transfers.lending import Lending
-from ownerserve.node.transfers.opening import TransferPlace, Transfers
+from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
 from ownerserve.node.vocabulary.chains import PromptPrefixes
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -110,7 +110,7 @@ class HfWorker(msgspec.Struct, frozen=True):
     sizes: PoolSizes
     prefixes: PromptPrefixes
     ownership: Owning = msgspec.field(default_factory=Unowned)
-    transfers: Transfers | None = None
+    transfers: NodeTransfers | None = None
 
 
 def build_worker(options: WorkerOptions) -> HfWorker:
@@ -186,7 +186,7 @@ def _facts(checkpoint: LoadedCheckpoint, runner: ModelRunner, limits: SchedulerL
 
 def _transfers(
     place: TransferPlace | None, unit: RoutingUnit, node: NodeRuntime | None, *, runner: ModelRunner
-) -> Transfers | None:
+) -> NodeTransfers | None:
     """Open the port where peers read this worker, and make peers a tier of its node; None where
     there is no node, or no place was named."""
     if place is None or node is None:
@@ -196,7 +196,7 @@ def _transfers(
     parts = runner.payload_parts()
     sections = {name: PayloadSection(name, of) for name, of in parts.items()}
     block = runner.layout.block_tokens
-    transfers = Transfers(unit, lending, sections, block_tokens=block, place=place)
+    transfers = NodeTransfers(unit, lending, sections, block_tokens=block, place=place)
     node.add_peers(transfers.peers)
     return transfers
 

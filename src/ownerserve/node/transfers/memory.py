@@ -44,8 +44,8 @@ def encode_memory(memory: LentMemory) -> bytes:
     return _encoder.encode(memory)
 
 
-class LentPlaces:
-    """`LentPlaces` find a lend's pieces in its lender's memory."""
+class LenderPlaces:
+    """`LenderPlaces` find a lend's pieces in its lender's memory."""
 
     def __init__(self, data: bytes) -> None:
         """Take what a lender said. Raises InvalidInput for what is none, or says of its regions

@@ -1,4 +1,4 @@
-"""Transfers are opened here: the port where a node is read, the thread on which it lends and
+"""A node's transfers are opened here: the port where a node is read, the thread on which it lends and
 brings, and the tier that its peers are. Wiring only.
 """
 
@@ -54,8 +54,8 @@ class TransferCounts(msgspec.Struct, frozen=True):
     connections: int
 
 
-class Transfers:
-    """`Transfers` are one node's: open when made, at work from `start` to `stop`."""
+class NodeTransfers:
+    """`NodeTransfers` are one node's: open when made, at work from `start` to `stop`."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Transfers:
 class _Counted:
     """The lender that movers ask, which tells of each read that stood."""
 
-    def __init__(self, lending: Lending, transfers: Transfers) -> None:
+    def __init__(self, lending: Lending, transfers: NodeTransfers) -> None:
         self._lending, self._transfers = lending, transfers
 
     def runs(self, ticket: int, piece: FramePiece) -> Runs | None:

@@ -49,8 +49,8 @@ NO_DIGEST = bytes(32)
 _Asked = tuple[LenderAddress, SessionId, int]
 
 
-class Offer(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """An `Offer` is a record that a peer is said to hold, among the first `tokens` tokens."""
+class PeerOffer(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """An `PeerOffer` is a record that a peer is said to hold, among the first `tokens` tokens."""
 
     prefix: PeerPrefix
     record: PeerRecord
@@ -74,7 +74,7 @@ class Peers:
         self._service = service
         self._sections = sections
         self._block = block_tokens
-        self._offers: OrderedDict[bytes, Offer] = OrderedDict()
+        self._offers: OrderedDict[bytes, PeerOffer] = OrderedDict()
         self._told: OrderedDict[_Asked, tuple[PrefixIs | None, float]] = OrderedDict()
         self._lock = Lock()
 
@@ -90,7 +90,7 @@ class Peers:
             return frozenset()
         points = {position // self._block for position in held.points}
         offers = {
-            id_: Offer(prefix, record, held.tokens)
+            id_: PeerOffer(prefix, record, held.tokens)
             for id_, record in prefix.records.items()
             if self._is_held(record, depth, points, grid=prefix.grid_blocks)
         }

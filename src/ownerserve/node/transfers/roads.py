@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ownerserve.kv.addresses import parse_address
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.node.transfers.memory import LentPlaces
+from ownerserve.node.transfers.memory import LenderPlaces
 from ownerserve.transfer.movers.digests import Xxh3
 from ownerserve.transfer.movers.port import Mover
 from ownerserve.transfer.movers.readv import readv_mover
@@ -52,7 +52,7 @@ class NodeRoads:
             raise InvalidInput("transfer-roads", problem, f"name some of {', '.join(ROADS)}")
         self.kinds = tuple(_BY_NAME[name] for name in roads)
 
-    def open(self, road: str, address: str, memory: LentPlaces | None) -> Mover | None:
+    def open(self, road: str, address: str, memory: LenderPlaces | None) -> Mover | None:
         """Return a mover by that road to `address`, or to the process of `memory`; None: the road
         is not open to it. Raises InvalidInput for an address that is none, or that is not to be
         connected to."""

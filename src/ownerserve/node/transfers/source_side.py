@@ -51,7 +51,7 @@ OnEngine = Callable[[Callable[[], object]], "Future[object]"]
 
 
 class _Question(NamedTuple):
-    """Who waits for an answer, and whether on this host."""
+    """A question is who waits for an answer, and whether on this host."""
 
     answer: Future[RpcAnswer]
     is_here: bool

@@ -37,7 +37,7 @@ from ownerserve.kv.wire.rpc import (
 from ownerserve.node.transfers.frames import decode_reply, encode_message
 from ownerserve.node.transfers.landing import Landing
 from ownerserve.node.transfers.lending import SessionHint
-from ownerserve.node.transfers.memory import LentPlaces
+from ownerserve.node.transfers.memory import LenderPlaces
 from ownerserve.node.transfers.roads import told_address
 from ownerserve.transfer.control.events import (
     AskPeer,
@@ -81,7 +81,7 @@ class Roads(Protocol):
         """Return what roads there are, in order of preference."""
         ...
 
-    def open(self, road: str, address: str, memory: LentPlaces | None) -> Mover | None:
+    def open(self, road: str, address: str, memory: LenderPlaces | None) -> Mover | None:
         """Open the road of that name to `address`, or to the process whose `memory` it is; None
         where it is not open. Raises InvalidInput for an address that is none."""
         ...
@@ -125,7 +125,7 @@ class TargetSide:
         self._landings: dict[int, tuple[int, Landing]] = {}
         self._lines: dict[str, AsyncFramedClient] = {}
         self._movers: dict[tuple[str, str, RoutingUnit], Mover] = {}
-        self._memory: dict[tuple[RoutingUnit, int], LentPlaces] = {}
+        self._memory: dict[tuple[RoutingUnit, int], LenderPlaces] = {}
         self._boot = own_name().boot
         self._reads: dict[int, Mover] = {}
         self._asking: set[asyncio.Task[None]] = set()
@@ -154,7 +154,7 @@ class TargetSide:
         bring = _Bring(wanted, new_nonce(), self._loop.create_future())
         self._brings[number] = bring
         self._hints[bring.nonce] = hint
-        wish = BringWanted(
+        wanted_bring = BringWanted(
             number,
             bring.nonce,
             parts=(wanted,),
@@ -163,7 +163,7 @@ class TargetSide:
             roads=self._roads.kinds,
             compute_ms=compute_ms,
         )
-        self._handle(wish)
+        self._handle(wanted_bring)
         return await bring.over
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class TargetSide:
             )
         )
 
-    def _mover(self, effect: StartRead, memory: LentPlaces | None) -> Mover | None:
+    def _mover(self, effect: StartRead, memory: LenderPlaces | None) -> Mover | None:
         """Return the mover of the read's road to its peer, opened once."""
         rpc_host, _ = parse_endpoint(effect.peer.address, field="peer", mend="name its RPC port")
         address = told_address(effect.rank.address, rpc_host)
@@ -302,7 +302,7 @@ class TargetSide:
     def _note_memory(self, unit: RoutingUnit, ticket: int, data: bytes) -> None:
         """Keep where a lend lies, the last MEMORIES_KEPT of them."""
         try:
-            self._memory[unit, ticket] = LentPlaces(data)
+            self._memory[unit, ticket] = LenderPlaces(data)
         except InvalidInput as error:
             log.warning("%s says where it lends, and it can't be: %s", unit.worker, error)
         while len(self._memory) > MEMORIES_KEPT:

@@ -43,7 +43,7 @@ class TurnArrived(msgspec.Struct, frozen=True):
     parent: SessionId | None = None
     """The session that this one was forked from: it stands on what the parent has left."""
     lender: LenderAddress | None = None
-    """Who holds more of the prompt, by the gateway's word."""
+    """`lender` holds more of the prompt, by the gateway's word."""
 
 
 class RecordsFound(msgspec.Struct, frozen=True):

@@ -85,7 +85,7 @@ REMEMBERED, REMEMBERED_S = 4096, 30.0
 """Nonces whose answer is kept, and how long; longer than any message is under way."""
 
 ReaderNonce = tuple[RoutingUnit, Nonce]
-"""Who asked, and under which nonce: each reader draws its own."""
+"""A reader and the nonce under which it asked: each reader draws its own."""
 
 
 class LendEnd(StrEnum):

@@ -114,7 +114,7 @@ class Call(msgspec.Struct, frozen=True):
     answer: Future[RpcAnswer]
 
 
-class Work(msgspec.Struct, frozen=True):
+class CacheWork(msgspec.Struct, frozen=True):
     """Command: do this with the cache, between two steps."""
 
     run: Callable[[], object]
@@ -125,7 +125,7 @@ class StopLoop(msgspec.Struct, frozen=True):
     """Command: end the thread."""
 
 
-Command = Submit | Abort | LivenessProbe | AskCache | AskInventory | Call | Work | StopLoop
+Command = Submit | Abort | LivenessProbe | AskCache | AskInventory | Call | CacheWork | StopLoop
 
 
 class EngineDead(RuntimeError):
@@ -452,7 +452,7 @@ class AsyncEngine:
         """Have `work` done on the engine's thread, between two steps; any thread may call. Raises
         EngineDead."""
         answer: Future[object] = Future()
-        self._steps.inbox.put(Work(work, answer))
+        self._steps.inbox.put(CacheWork(work, answer))
         return answer
 
     def _run(self) -> None:

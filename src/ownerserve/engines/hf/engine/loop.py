@@ -25,6 +25,7 @@ from ownerserve.engines.hf.engine.commands import (
     Abort,
     AskCache,
     AskInventory,
+    CacheWork,
     Call,
     Command,
     DeliverEvents,
@@ -35,7 +36,6 @@ from ownerserve.engines.hf.engine.commands import (
     StopLoop,
     Submit,
     TurnAdmission,
-    Work,
 )
 from ownerserve.engines.hf.metrics.prometheus import WorkerMetrics
 from ownerserve.engines.hf.metrics.status import (
@@ -334,7 +334,7 @@ class StepLoop:
             case Call(request, called):
                 if called.set_running_or_notify_cancel():
                     called.set_result(self._answer(request))
-            case Work(run, done):
+            case CacheWork(run, done):
                 if done.set_running_or_notify_cancel():
                     done.set_result(run())
             case AskCache(asked):
@@ -625,7 +625,7 @@ class StepLoop:
         for request_id in dict.fromkeys(waiting):
             self._emit(request_id, RequestFailed(WorkerRefusal.ENGINE_DEAD, because))
         for command in left:
-            if not isinstance(command, LivenessProbe | AskCache | AskInventory | Call | Work):
+            if not isinstance(command, LivenessProbe | AskCache | AskInventory | Call | CacheWork):
                 continue
             answer = command.answer
             if answer.running() or (not answer.done() and answer.set_running_or_notify_cancel()):

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ownerserve.node.transfers.opening import Transfers
+from ownerserve.node.transfers.opening import NodeTransfers
 
 
 class TransferCollector(Collector):
     """A `TransferCollector` reads the counts of one node's transfers."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: NodeTransfers) -> None:
         self._transfers = transfers
 
     def collect(self) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ from ownerserve.kv.ids import TurnId
 from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """A span is what one forward computes of a turn: tokens [start, end)."""
 
     turn_id: TurnId
@@ -32,7 +32,7 @@ class LayerWatches:
         """`layers` has, for each of the model's layers, the sections that it has a layer of."""
         self._told: dict[TurnId, LayersTold] = {}
         self._progress: dict[TurnId, LayerProgress] = {}
-        self._spans: list[Span] = []
+        self._spans: list[StepSpan] = []
         self._done = 0
         counts: Counter[str] = Counter(dict.fromkeys(components, 0))
         self._counts = [dict(counts)]
@@ -53,7 +53,7 @@ class LayerWatches:
         """Return how far the turn's last forward is; None where none was watched."""
         return self._progress.get(turn_id)
 
-    def begin(self, spans: Iterable[Span]) -> bool:
+    def begin(self, spans: Iterable[StepSpan]) -> bool:
         """Take in that a forward begins; tell whether somebody watches a turn of it."""
         self._done = 0
         self._spans = [one for one in spans if one.turn_id in self._told] if self._told else []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ownerserve.cache.effects import Effect
 from ownerserve.cache.layout import Table
-from ownerserve.engines.hf.model.progress import LayerWatches, Span
+from ownerserve.engines.hf.model.progress import LayerWatches, StepSpan
 from ownerserve.engines.hf.scheduling.requests import EngineRequest, Sampled, Sampling, TokenLogprob
 from ownerserve.engines.hf.state.layers import PagedCache
 from ownerserve.engines.hf.state.paged import ForwardRows, batch_inputs
@@ -108,7 +108,7 @@ class ModelRunner:
         if not tokens:
             raise InvalidInput("tokens", "none given", "prefill one token or more")
         span = self._span([table], [start], new_tokens=len(tokens), write_floor=write_floor)
-        watched = [Span(turn_id, start, start + len(tokens))]
+        watched = [StepSpan(turn_id, start, start + len(tokens))]
         inputs = {"logits_to_keep": logits_to_keep}
         return self._forward(span, [tokens], inputs=inputs, watched=watched)[0]
 
@@ -118,7 +118,7 @@ class ModelRunner:
             raise InvalidInput("rows", "none given", "decode one row or more")
         span = self._span([row.table for row in rows], [row.position for row in rows], new_tokens=1)
         inputs = batch_inputs(self._states, span, dtype=self._dtype) if len(rows) > 1 else {}
-        watched = (Span(row.turn_id, row.position, row.position + 1) for row in rows)
+        watched = (StepSpan(row.turn_id, row.position, row.position + 1) for row in rows)
         tokens = [[row.token] for row in rows]
         return self._forward(span, tokens, inputs=inputs, watched=watched)[:, -1]
 
@@ -182,7 +182,7 @@ class ModelRunner:
         tokens: Sequence[Sequence[int]],
         *,
         inputs: Mapping[str, Any],
-        watched: Iterable[Span],
+        watched: Iterable[StepSpan],
     ) -> Tensor:
         """Run the model over the tokens [R, q] and return logits [R, kept, vocab].
 
