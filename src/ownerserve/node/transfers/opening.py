@@ -1,5 +1,5 @@
-"""A node's transfers are opened here: the port where a node is read, the thread on which it lends and
-brings, and the tier that its peers are. Wiring only.
+"""A node's transfers are opened here: the port where a node is read, the thread on which it lends
+and brings, and the tier that its peers are. Wiring only.
 """
 
 from __future__ import annotations
