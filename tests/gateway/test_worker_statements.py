@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from ownerserve.gateway.admin import admin_app
+from ownerserve.gateway.workers.health import profile_of
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
 from ownerserve.kv.wire.status import (
@@ -22,6 +23,7 @@ from ownerserve.kv.wire.status import (
     SpeedStatement,
     TierStatement,
     WorkerStatus,
+    read_status,
     unit_statement,
 )
 from ownerserve.router.admission import SeatSettings
@@ -270,3 +272,20 @@ def test_a_usage_beyond_the_stated_length_teaches_nothing(play: Play) -> None:
 
     record = stated("m", 1.0, 1.0, sequence_tokens=4096)
     play(scenario, states=[msgspec.json.encode(record)], engines=1)
+
+
+@pytest.mark.parametrize(
+    ("said", "lent"),
+    [(("device",), {Tier.DEVICE}), ((), set()), (None, {Tier.DEVICE, Tier.HOST})],
+)
+def test_state_is_brought_from_what_its_holder_lends_alone(
+    said: tuple[str, ...] | None, lent: set[Tier]
+) -> None:
+    """A word of a later version names no tier; who says nothing is taken as any engine is."""
+    status = stated("m", 1.0, 1.0, lends=said)
+    profile, problems = profile_of(status, default=DEFAULT_SPEED)
+    assert profile.lends == lent and not problems
+    read = read_status(msgspec.json.encode(status))
+    assert read.status is not None and read.status.profile.lends == said
+    later = replace(status, profile=replace(status.profile, lends=("cxl", "device")))
+    assert profile_of(later, default=DEFAULT_SPEED)[0].lends == {Tier.DEVICE}

@@ -786,13 +786,20 @@ _PRICED = (
     "gateway/test_worker_statements.py::test_two_unlike_workers_are_priced_by_their_own_figures"
 )
 _PLACES = "gateway/test_places.py::test_no_more_tokens_are_lost_than_the_prompt_has"
+_READ = "node/test_transfers.py::test_what_one_node_holds_another_reads"
 _PLUGIN = "engines/vllm/test_plugin.py::test_the_routes_answer_for_the_engine_core"
 CUT_BY_HAND: dict[str, str] = {
+    "node ask_lender": _READ,
     "node ask_line": _PLUGIN,
+    "node ask_prefix": _READ,
     "node list_held": _PLUGIN,
     "node probe": _PLUGIN,
     "node status": _PLUGIN,
+    "turn bring_from": "engines/hf/test_bringing_fleet.py"
+    "::test_a_session_leaves_a_busy_worker_with_its_state",
     "status kv_bytes_per_sequence": _PRICED,
+    "status lends": "gateway/test_worker_statements.py"
+    "::test_state_is_brought_from_what_its_holder_lends_alone",
     "status role": _PRICED,
     "status unit": _PRICED,
     "answer load": f"{_EDGES}::test_stamps_are_the_workers_load_also_when_it_idles",
@@ -864,6 +871,11 @@ CUT_AS_READ: dict[str, str] = {
     "has number": _READER,
     "said admit.resident_tokens": _HELD,
     "said admit.restorable_tokens": _BROUGHT,
+    "said lender_says.frame": _READ,
+    "said lender_says.memory": _READ,
+    "said prefix_is.tokens": _READ,
+    "said prefix_is.points": _READ,
+    "said prefix_is.tip": _READ,
     "said admit.planned_tokens": "gateway/test_places.py"
     "::test_what_a_worker_would_do_by_its_own_prices_is_expected",
     "has prefix_hash": _WORDS,

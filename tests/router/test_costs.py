@@ -181,3 +181,16 @@ def test_a_peer_sends_what_its_device_has_from_there(tiers: tuple[Tier, ...]) ->
     turn = request(10_500, owner=owner, turns=3, copies=copies, known_tokens=10_000)
     found = peer_copy(turn, other)
     assert found is not None and found.tier is Tier.DEVICE
+
+
+@pytest.mark.parametrize(
+    ("lends", "found"),
+    [((Tier.DEVICE, Tier.HOST), Tier.HOST), ((Tier.DEVICE,), Tier.DEVICE), ((), None)],
+)
+def test_a_peer_sends_what_it_lends_alone(lends: tuple[Tier, ...], found: Tier | None) -> None:
+    owner, other = pair()
+    owner.profile = msgspec.structs.replace(owner.profile, lends=frozenset(lends))
+    copies = (on(owner, 9_000, Tier.DEVICE), on(owner, 10_000, Tier.HOST))
+    turn = request(10_500, owner=owner, turns=3, copies=copies, known_tokens=10_000)
+    copy = peer_copy(turn, other)
+    assert (None if copy is None else copy.tier) is found
