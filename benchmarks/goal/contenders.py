@@ -30,7 +30,8 @@ from ownerserve.sim.suites.fleet import PACE, WORKERS
 from ownerserve.sim.workload import Capped, Sample, WorkloadShape
 
 OURS, BOUND = "ours", "bound"
-SHARES = (0.8, 1.0, 1.5)
+SHARES = (0.45, 0.8, 1.0, 1.5)
+"""The smallest wins where engines are busy and a context takes a third of a worker (mini-swe)."""
 NEVER_MS = 1e12
 DAY_S = 86_400.0
 """Nobody's client hangs up here."""
