@@ -9,6 +9,7 @@ whose ticket stood after it (the mover says so, or the asker's `More`).
 
 from __future__ import annotations
 
+import os
 import random
 import select
 from collections.abc import Iterator
@@ -334,10 +335,12 @@ class MoverContract:
 
     @pytest.mark.slow
     @pytest.mark.crash
-    def test_ten_thousand_aborts_at_random_points_write_nothing_late(self) -> None:
-        came = storm(self.road, trials=10_000, seed=12)
+    def test_thousands_of_aborts_at_random_points_write_nothing_late(self) -> None:
+        """10,000 with OWNERSERVE_LONG=1: three to four minutes a road on a busy machine."""
+        trials = 10_000 if os.environ.get("OWNERSERVE_LONG") else 1_500
+        came = storm(self.road, trials=trials, seed=12)
         assert came.late == 0
-        assert came.aborted >= 10_000
+        assert came.aborted >= trials
         print(came)
 
 
