@@ -205,8 +205,6 @@ MUTATIONS = (
     without(Instead(Restores, "_answered", any_answer), Instead(Operations, "end", nothing)),
     without(Instead(Chains, "hashed", session_goes_on)),
     without(Instead(OwnDevice, "quiet", nothing)),
-    # Whole sets of records (`sources.stored_records`, parts_of_sets) are not asked for here: since what is
-    # read is verified part by part at commit, 1,000 schedules no longer miss that check.
     without(Instead(Publishing, "forgotten", nothing)),
     without(Instead(Publishing, "answered", taken_unheard)),
 )
