@@ -9,6 +9,7 @@ from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.wire.headers import (
     TURN_HEADER,
+    LenderAddress,
     TurnLine,
     decode_turn_line,
     encode_turn_line,
@@ -19,6 +20,7 @@ from ownerserve.kv.wire.headers import (
 
 NAME, PARENT, GROUP = (SessionId(digit * 32) for digit in "abc")
 UNIT = RoutingUnit(WorkerId("10.0.0.1:8100"), 3, Incarnation(1_700_000_000_000_000_000))
+LENDER = LenderAddress(UNIT, "tcp://10.0.0.1:8101")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,8 @@ UNIT = RoutingUnit(WorkerId("10.0.0.1:8100"), 3, Incarnation(1_700_000_000_000_0
         TurnLine(target=UNIT),
         TurnLine(name=NAME, epoch=Epoch(Term(3, (1 << 48) - 1), 7), version=0),
         TurnLine(name=NAME, parent=PARENT, group=GROUP, final=True, target=UNIT),
+        TurnLine(name=NAME, target=UNIT, bring_from=LENDER),
+        TurnLine(name=NAME, target=UNIT, decode_from=LENDER),
     ],
 )
 def test_a_worker_reads_what_a_gateway_writes(line: TurnLine) -> None:
@@ -47,6 +51,14 @@ def test_the_words_on_the_wire_are_these() -> None:
     assert encode_turn_line(line).decode() == (
         f'{{"name":"{NAME}","parent":"{PARENT}","final":true,'
         '"target":["10.0.0.1:8100",3,1700000000000000000]}'
+    )
+
+
+def test_who_computes_a_prompt_is_named_with_its_rpc_address() -> None:
+    line = TurnLine(name=NAME, decode_from=LENDER)
+    assert encode_turn_line(line).decode() == (
+        f'{{"name":"{NAME}",'
+        '"decode_from":[["10.0.0.1:8100",3,1700000000000000000],"tcp://10.0.0.1:8101"]}'
     )
 
 
@@ -74,6 +86,9 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
         ('{"target":"w/0/1"}', f"{TURN_HEADER}.target"),
         ('{"target":["w",0]}', f"{TURN_HEADER}.target"),
         ('{"target":["w",0,"1"]}', f"{TURN_HEADER}.target[2]"),
+        ('{"decode_from":["w",0,1]}', f"{TURN_HEADER}.decode_from[0]"),
+        ('{"decode_from":[["w",0,1],""]}', f"{TURN_HEADER}.decode_from[1]"),
+        ('{"bring_from":[["w",0],"tcp://a:1"]}', f"{TURN_HEADER}.bring_from[0]"),
         ("[]", TURN_HEADER),
         ("", TURN_HEADER),
         ("mine", TURN_HEADER),

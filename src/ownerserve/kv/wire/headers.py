@@ -38,6 +38,8 @@ Owns the names, and the encoding and decoding of both lines; nobody else spells 
 | judged | true: an append that was sent unasked; the worker refuses it before any work |
 | bring_from | [[worker, rank, incarnation], RPC address]: who holds more of the prompt, as far |
 | | as the gateway knows; the target reads that from it, where it comes in time |
+| decode_from | [[worker, rank, incarnation], RPC address]: who computes the prompt for the turn; |
+| | the target asks it to, and reads the state from it, where that comes in time |
 
 vLLM hands its scheduler one free text of a request, x-session-id: `session_id_of` puts the name
 there, with `;final` behind it on the last turn, and `read_session_id` takes it apart again.
@@ -128,8 +130,8 @@ _Name = Annotated[str, msgspec.Meta(pattern=rf"^[0-9a-f]{{{NAME_DIGITS}}}\Z")]
 
 
 class LenderAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A lender's address says which unit holds state that another may read, and where its node's
-    RPC port is."""
+    """A lender's address says which unit has or computes state that another may read, and where
+    its node's RPC port is."""
 
     unit: RoutingUnit
     address: Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_MAX)]
@@ -148,6 +150,7 @@ class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_onl
     reservation: int | None = None
     judged: bool = False
     bring_from: LenderAddress | None = None
+    decode_from: LenderAddress | None = None
 
 
 class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
@@ -163,6 +166,7 @@ class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
     reservation: Annotated[int, msgspec.Meta(ge=0)] | None = None
     judged: bool = False
     bring_from: LenderAddress | None = None
+    decode_from: LenderAddress | None = None
 
 
 NO_TURN_LINE = TurnLine()
@@ -206,6 +210,7 @@ def decode_turn_line(value: str) -> TurnLine:
         reservation=found.reservation,
         judged=found.judged,
         bring_from=found.bring_from,
+        decode_from=found.decode_from,
     )
 
 
