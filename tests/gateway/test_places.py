@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 from msgspec.structs import replace
 
 from ownerserve.directory.embedded import EmbeddedDirectory
@@ -23,19 +21,10 @@ from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
-    Cancel,
-    Cancelled,
     Commit,
-    Nonce,
     Probe,
     Reject,
     Release,
-    Reserve,
-    Reserved,
-    RpcAnswer,
-    RpcRequest,
-    decode_request,
-    encode,
 )
 from ownerserve.kv.wire.status import (
     LoadStatement,
@@ -47,66 +36,13 @@ from ownerserve.kv.wire.status import (
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import Gone, Refuse, Reported
 from ownerserve.router.settings import DEFAULTS
+from tests.support.gateway.admission import Admission
 from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import said
 from tests.support.waits import WAIT_S, until_async
 
 BODY = b'{"prompt": "' + b"some words of a task, " * 20 + b'"}'
 LONGER = b'{"prompt": "' + b"some words of a task, " * 41 + b'"}'
-
-
-class Admission:
-    """A worker's RPC port: `asked` is what it heard; a Reserve gets a place, or silence."""
-
-    def __init__(self) -> None:
-        self.asked: list[RpcRequest] = []
-        self.nonces: list[Nonce] = []
-        """Of the reserves, with those that were said again."""
-        self.cancelled: list[Nonce] = []
-        self.is_silent = self.is_full = False
-        self.quote: Admit | Reject | None = None
-        """What it says where it holds no places, as vLLM; None: it holds them."""
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
-        self._reader = asyncio.get_running_loop().create_task(self._read())
-
-    async def _read(self) -> None:
-        while True:
-            *envelope, data = await self._socket.recv_multipart()
-            request, nonce = decode_request(data)
-            if isinstance(request, Cancel):
-                self.cancelled.append(request.nonce)
-                await self._socket.send_multipart([*envelope, encode(Cancelled())])
-                continue
-            is_again = nonce in self.nonces
-            if isinstance(request, Reserve):
-                self.nonces.append(nonce)
-            if not is_again:
-                self.asked.append(request)
-            if isinstance(request, Reserve) and not self.is_silent:
-                answer: RpcAnswer = Reserved(len(self.reserves))
-                if self.is_full:
-                    answer = Reject(WorkerRefusal.NO_ROOM)
-                if self.quote is not None:
-                    answer = Reject(WorkerRefusal.UNKNOWN_RESERVATION)
-                await self._socket.send_multipart([*envelope, encode(answer)])
-            elif isinstance(request, Probe) and self.quote is not None:
-                await self._socket.send_multipart([*envelope, encode(self.quote)])
-
-    @property
-    def reserves(self) -> list[Reserve]:
-        return [one for one in self.asked if isinstance(one, Reserve)]
-
-    @property
-    def held(self) -> set[int]:
-        """Places that are neither released nor came to a turn; the test says what came."""
-        released = {one.reservation for one in self.asked if isinstance(one, Release)}
-        return set(range(1, len(self.reserves) + 1)) - released
-
-    def close(self) -> None:
-        self._reader.cancel()
-        self._socket.close()
 
 
 def record(rpc: object, **profile: Any) -> bytes:

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import Tier
+from ownerserve.kv.messages import ExecutionMode, Tier
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
     Aborted,
@@ -430,6 +430,13 @@ class SplitInAnyOrder(AnyOrder):
         super().__init__()
         self.state = RouterState(make_policy("static_pd"))
         self.split: set[Receipt] = set()
+
+    @rule(data=st.data(), mode=st.sampled_from([None, *ExecutionMode]))
+    @precondition(lambda self: self.open)
+    def says_what_came(self, data: st.DataObject, mode: ExecutionMode | None) -> None:
+        receipt = data.draw(st.sampled_from(self.open))
+        self.split.discard(receipt)
+        self.note(self.state.handle(FirstByte(receipt, mode=mode), self.now))
 
     def note(self, outcome: object) -> None:
         super().note(outcome)

@@ -255,11 +255,13 @@ def turn_line_of(
     session: RoutedSession | None,
     *,
     lender: LenderAddress | None = None,
+    prefiller: LenderAddress | None = None,
 ) -> TurnLine:
     """Make the line that tells the worker whose turn this is and for which worker.
 
     Another life of the worker refuses it (seed 003, v2). `session`: what is known of it, who owned
     it at which version. `lender`: who holds more of the prompt, from whom it is to be brought.
+    `prefiller`: who is to compute the prompt, asked by the worker.
     """
     return TurnLine(
         name=dispatch.session,
@@ -270,6 +272,7 @@ def turn_line_of(
         version=None if session is None or session.grant is None else session.grant.version,
         target=dispatch.decision.worker.unit,
         bring_from=lender,
+        decode_from=prefiller,
     )
 
 

@@ -201,12 +201,14 @@ class Route:
     """A route is how a turn that was decided gets to its worker: over which connections, with which
     lines in its head, and with a place where the worker's admission gives one."""
 
-    __slots__ = ("_trace", "_turns", "dispatch")
+    __slots__ = ("_trace", "_turns", "dispatch", "prefiller")
 
     def __init__(self, turns: Turns, dispatch: Dispatch, trace: TurnTrace | None) -> None:
         self._turns = turns
         self.dispatch = dispatch
         self._trace = None if trace is None else trace.leg(dispatch)
+        self.prefiller = turns.lines.prefiller_of(dispatch.decision, turns.worker_names)
+        """Whom the worker itself asks to compute the prompt; None: nobody."""
 
     @property
     def pool(self) -> WorkerPool:
@@ -263,7 +265,8 @@ class Route:
         """Make the line that tells the worker of the turn, by what is known now."""
         turns, dispatch = self._turns, self.dispatch
         lender = turns.lines.lender_of(dispatch.decision, turns.worker_names)
-        return turn_line_of(dispatch, asked, turns.session_of(dispatch), lender=lender)
+        known = turns.session_of(dispatch)
+        return turn_line_of(dispatch, asked, known, lender=lender, prefiller=self.prefiller)
 
     @property
     def leg_lines(self) -> bytes:
@@ -532,7 +535,8 @@ class Turns:
         answer = answer_of(head.status, stamp)
         session = dispatch.session
         owner = None if session is None else self._owner_of(session)
-        began = self.state.handle(FirstByte(dispatch.receipt, stamp.status, answer), now)
+        first_byte = FirstByte(dispatch.receipt, stamp.status, answer, stamp.mode)
+        began = self.state.handle(first_byte, now)
         if isinstance(began, LetGo) and self.rollout.is_normal:
             self.releasing.let_go(began)
         if session is not None and owner is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
-from ownerserve.kv.messages import Epoch, RoutingUnit, Tier
+from ownerserve.kv.messages import Epoch, ExecutionMode, RoutingUnit, Tier
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.router.decision import Decision, DispatchReason, Label, TurnClass
 from ownerserve.router.requests.body import Prompt, Usage
@@ -216,12 +216,16 @@ class FirstByte(msgspec.Struct, frozen=True, gc=False):
     stamp on this answer.
 
     With Answer.TURN the worker is the session's owner from here on, until W8's nodes say so
-    themselves. Done without a FirstByte before it says both at once.
+    themselves. Done without a FirstByte before it says both at once. `mode`: what came of the
+    prompt, by the worker's word; of a dispatch that is split and of which no ComputedApart was
+    told, any other than remote_prefill says that the worker computed the prompt itself. None: as it
+    was decided.
     """
 
     receipt: Receipt
     status: WorkerLoad | None = None
     answer: Answer = Answer.TURN
+    mode: ExecutionMode | None = None
 
 
 class Done(msgspec.Struct, frozen=True, gc=False):

@@ -9,6 +9,7 @@ randomness.
 | Reported, Gone, Claimed | the dated copy of extents and owners follows | Noted |
 | Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
 | FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
+| | where it computed itself what was split, the other worker's part comes off whole | |
 | ComputedApart | the prefill part comes off where it was computed apart | Noted |
 | NotComputedApart | the prefill part is counted where the turn decodes | Dispatch, the same |
 | CarryOn | the load comes off; another attempt, within a budget, or as Broken | Dispatch, Refuse |
@@ -47,7 +48,7 @@ import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.messages import ExecutionMode, PlacementAction
 from ownerserve.router.account import Account, Books, audit
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, classify, run_at
 from ownerserve.router.fleet import Candidates, Fleet
@@ -202,6 +203,8 @@ class _Live(msgspec.Struct, gc=False):
     attempt: int = 1
     tried: tuple[Worker, ...] = ()
     has_answered: bool = False
+    is_computed_apart: bool = False
+    """Whether the gateway has heard from the worker that computes the prompt apart."""
     is_unasked: bool = False
     """All have refused it for room, and it goes on without a promise."""
     down_asked: int = 0
@@ -400,6 +403,8 @@ class RouterState:
         live = self._live.get(event.receipt)
         if live is None:
             raise InvariantViolated(f"invariant 5: first byte for no receipt {event.receipt}")
+        if event.mode not in _APART and live.decision.prefill and not live.is_computed_apart:
+            self._computed_on_the_spot(live)
         for worker, load in live.parts():
             worker.take_prefill(load)
         life = live.life
@@ -419,9 +424,21 @@ class RouterState:
         return live
 
     def _prefilled(self, event: ComputedApart, now: float) -> Noted:
-        _, (prefill, apart) = self._split(event.receipt).parts()
+        live = self._split(event.receipt)
+        _, (prefill, apart) = live.parts()
         prefill.take_prefill(apart)
+        live.is_computed_apart = True
         return NOTED
+
+    def _computed_on_the_spot(self, live: _Live) -> None:
+        """Take the part of a split dispatch off the worker that was to compute its prompt: it has
+        not, and holds nothing of it."""
+        (worker, load), (prefill, apart) = live.parts()
+        prefill.take(apart)
+        if live.session is not None:
+            live.session.ended((apart,))
+        live.decision = Decision(worker, _COLOCATED, DispatchReason.NOT_SPLIT)
+        live.loads = (load,)
 
     def _not_prefilled(self, event: NotComputedApart, now: float) -> Dispatch:
         live, failure = self._split(event.receipt), event.failure
@@ -692,6 +709,11 @@ class RouterState:
             loads=[part for one in self._live.values() for part in one.parts()],
             unanswered={receipt for receipt, one in self._live.items() if not one.has_answered},
         ))  # fmt: skip
+
+
+_COLOCATED = PlacementAction.COLOCATED_PREFILL
+_APART = (None, ExecutionMode.REMOTE_PREFILL)
+"""What is said of a prompt that was computed where it was decided."""
 
 
 def _to_compute(request: RoutingRequest, decision: Decision) -> int:

@@ -52,6 +52,8 @@ class AwaitingHead(Sent):
             exchange.phase = ending = Discarding(attempt, self.upstream, came.why)
             return ending
         attempt.route.answered(head.status)
+        if attempt.route.prefiller is not None:
+            exchange.legs.answered(came.stamp.mode)
         return exchange.begun.begin(attempt, self.upstream, came, head=head, first=first)
 
     def answer_failed(self, failure: Failure) -> None:

@@ -183,7 +183,7 @@ class Exchange:
         if route.dispatch.reason is DispatchReason.RETRY_UNASKED:
             manner = Manner.UNASKED
         attempt = Attempt(self, asked, route, manner)
-        if route.dispatch.decision.prefill is None:
+        if route.dispatch.decision.prefill is None or route.prefiller is not None:
             self.proceed(attempt)
         else:
             begin_prefill(attempt)

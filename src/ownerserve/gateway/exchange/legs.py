@@ -4,6 +4,7 @@ for each step; what runs at one alone is Turns' (turns.py).
 | leg | begins when | ends with |
 |---|---|---|
 | prefill | its worker is decided apart | ComputedApart, or NotComputedApart: on without it |
+| | and speaks our protocol | FirstByte, with what the worker that asked it says of the prompt |
 | hedge | nothing came of the first for long | as any dispatch, if it is first; Outrun, LegFailed |
 | carry_on | a stream stops in its middle (CarryOn) | as any dispatch |
 
@@ -18,6 +19,7 @@ from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.config import Config, StreamUsage
 from ownerserve.gateway.exchange.usage import usage_saids
 from ownerserve.gateway.turns import LostPrefill, Route, Turns
+from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.messages import (
     ComputedApart,
     Dispatch,
@@ -57,6 +59,13 @@ class Legs:
         """Note that the prompt is computed apart, as decided."""
         self.counts[_PREFILL, "done"] += 1
         self._turns.state.handle(ComputedApart(dispatch.receipt), self._turns.now())
+
+    def answered(self, mode: ExecutionMode | None) -> None:
+        """Note what came of a turn whose worker was to ask another to compute its prompt, by its
+        own word; one that says nothing is not counted. The state hears it with the first byte."""
+        if mode is not None:
+            is_apart = mode is ExecutionMode.REMOTE_PREFILL
+            self.counts[_PREFILL, "done" if is_apart else "on_the_spot"] += 1
 
     def not_prefilled(
         self, asked: IdentifiedRequest, dispatch: Dispatch, failure: Failure, *, request_id: bytes

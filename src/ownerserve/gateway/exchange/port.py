@@ -20,6 +20,7 @@ from ownerserve.gateway.turns import (
     Route,
 )
 from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.entry.queue import Entrant, HeldTurn
 from ownerserve.router.messages import Aborted, Broken, Dispatch, Failure, Noted, Refuse
 from ownerserve.router.requests.body import BodyFields, Said
@@ -106,6 +107,10 @@ class LegPort(Protocol):
 
     def prefilled(self, dispatch: Dispatch) -> None:
         """Note that the prompt is computed apart, as decided."""
+        ...
+
+    def answered(self, mode: ExecutionMode | None) -> None:
+        """Note what came of a turn whose worker was to ask another to compute its prompt."""
         ...
 
     def not_prefilled(

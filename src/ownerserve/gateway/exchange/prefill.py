@@ -1,5 +1,7 @@
 """The phases of a leg that only computes a turn's prompt, at another worker than the one that
-answers.
+answers, where the gateway asks it itself: engines whose operator says what they are for. A worker
+that speaks our protocol is asked by the one that answers, and its turn goes there at once
+(rpc.WorkerLines.prefiller_of).
 
     Deciding ─ Dispatch with a prefill worker ─> PrefillConnecting ──> Prefilling ──> Connecting
                                                     │                     │           (to D, with

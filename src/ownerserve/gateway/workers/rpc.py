@@ -43,7 +43,7 @@ from ownerserve.gateway.http.heads import RequestHead
 from ownerserve.kv.addresses import is_loopback, parse_endpoint
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
-from ownerserve.kv.messages import PlacementAction, RoutingUnit
+from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.framed import AsyncFramedClient
 from ownerserve.kv.wire.headers import LenderAddress
@@ -72,6 +72,7 @@ from ownerserve.router.decision import Decision, TurnClass
 from ownerserve.router.knowledge import end_of
 from ownerserve.router.messages import AskRelease, Dispatch, LetGo, ReleaseEnd, ReleaseEnded
 from ownerserve.router.sessions import SessionTable
+from ownerserve.router.worker import Worker
 
 log = logging.getLogger("ownerserve.gateway")
 
@@ -132,11 +133,23 @@ class WorkerLines:
         """Return the worker that holds what the decision wants brought; None where that is nobody,
         or it can't be reached from the target: an address on loopback is of use to who is there."""
         source = None if decision.source is None else decision.source.worker
-        if source is None or source is decision.worker:
+        return None if source is None else self._read_by(decision.worker, source, names)
+
+    def prefiller_of(self, decision: Decision, names: WorkerNames) -> LenderAddress | None:
+        """Return the worker that the target itself asks to compute the prompt: it and the target
+        lend and read state by our protocol, and it can be reached from there. None where nobody is
+        to compute it apart, or where the gateway asks itself, as of engines whose role their
+        operator vouches for."""
+        prefill = decision.prefill
+        if prefill is None or not (_lends(prefill) and _lends(decision.worker)):
             return None
-        unit = None if source.unit is None else names.to_workers(source.unit)
-        lending, reading = self.of(source.id), self.of(decision.worker.id)
-        if unit is None or lending is None or reading is None:
+        return self._read_by(decision.worker, prefill, names)
+
+    def _read_by(self, reader: Worker, holder: Worker, names: WorkerNames) -> LenderAddress | None:
+        """Return where `reader` reaches `holder`; None where it does not, or they are one."""
+        unit = None if holder.unit is None else names.to_workers(holder.unit)
+        lending, reading = self.of(holder.id), self.of(reader.id)
+        if holder is reader or unit is None or lending is None or reading is None:
             return None
         if lending.is_on_loopback != reading.is_on_loopback:
             return None
@@ -147,6 +160,11 @@ class WorkerLines:
         for line in self._lines.values():
             line.close()
         self._lines.clear()
+
+
+def _lends(worker: Worker) -> bool:
+    """Return whether others read state from the worker's device; who lends reads too."""
+    return Tier.DEVICE in worker.profile.lends
 
 
 class WorkerLine:

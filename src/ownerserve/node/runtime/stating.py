@@ -18,14 +18,22 @@ def actions_of(tiers: Collection[Tier]) -> tuple[str, ...]:
     """Return what a worker with these tiers can do as the one that runs the turn, sorted.
 
     Who brings from peers offers a move too: the state comes with the turn, and its owner lets the
-    session go behind it. Nobody offers `remote_prefill` yet.
+    session go behind it. So does it offer `remote_prefill`: it asks a peer to compute a prompt, and
+    reads what that has, while it computes.
     """
     actions = {PlacementAction.COLOCATED_PREFILL, PlacementAction.DECODE_CONTINUATION}
     if Tier.PEER in tiers:
-        actions |= {PlacementAction.ARTIFACT_FETCH, PlacementAction.STATE_MIGRATION}
+        actions |= _OF_PEERS
     if set(tiers) - {Tier.PEER}:
         actions.add(PlacementAction.TAIL_RECOMPUTE)
     return tuple(sorted(actions))
+
+
+_OF_PEERS = {
+    PlacementAction.ARTIFACT_FETCH,
+    PlacementAction.STATE_MIGRATION,
+    PlacementAction.REMOTE_PREFILL,
+}
 
 
 def speed_statement(costs: CostModel, *, replay_tokens: int) -> SpeedStatement:

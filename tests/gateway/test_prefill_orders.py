@@ -1,0 +1,188 @@
+"""A worker that speaks our protocol is told in its turn's line who computes the prompt, and asks it
+itself: the gateway sends one leg, and hears what came of it with the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from ownerserve.gateway.workers.rpc import WorkerLines, WorkerNames
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
+from ownerserve.kv.wire.headers import TURN_HEADER, LenderAddress, decode_turn_line
+from ownerserve.kv.wire.status import (
+    LoadStatement,
+    ProfileStatement,
+    WorkerStatus,
+    unit_statement,
+)
+from ownerserve.router.decision import Decision, DispatchReason
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.messages import WorkerUp
+from ownerserve.router.worker import EVERY_ACTION, Profile, Worker, WorkerRole
+from tests.support.gateway.admission import Admission
+from tests.support.gateway.world import FakeEngine, Play, World, header
+from tests.support.router.answer_lines import said
+from tests.support.router.fleets import SPEED
+
+P_UNIT = RoutingUnit(WorkerId("p-by-its-own-name"), 0, Incarnation(7))
+D_UNIT = RoutingUnit(WorkerId("d-by-its-own-name"), 0, Incarnation(8))
+ACTIONS = ("colocated_prefill", "remote_prefill")
+
+
+def states(unit: RoutingUnit, rpc: str | None, **profile: Any) -> bytes:
+    """What a worker of ours says of itself."""
+    return msgspec.json.encode(
+        WorkerStatus(
+            unit=unit_statement(unit),
+            load=LoadStatement(as_of_s=1.0),
+            profile=ProfileStatement(models=("m",), actions=ACTIONS, rpc=rpc, **profile),
+        )
+    )
+
+
+class Pair:
+    """A worker that prefills and one that decodes, as the gateway sees them."""
+
+    def __init__(self, **profile: Any) -> None:
+        self.profile = {"lends": ("device",), **profile}
+        self.ports: list[Admission] = []
+        self.engines: list[FakeEngine] = []
+
+    def prepare(self, engines: list[FakeEngine]) -> None:
+        self.engines, self.ports = engines, [Admission(), Admission()]
+        for engine, port, unit, role in zip(
+            engines, self.ports, (P_UNIT, D_UNIT), ("prefill", "decode"), strict=True
+        ):
+            engine.states = states(unit, port.address, role=role, **self.profile)
+
+    @property
+    def orders(self) -> list[LenderAddress | None]:
+        """Whom the decoding worker was told to ask, turn by turn."""
+        lines = [header(head, TURN_HEADER.encode()) for head, _ in self.engines[1].seen]
+        return [decode_turn_line((line or b"{}").decode()).decode_from for line in lines]
+
+    def close(self) -> None:
+        for port in self.ports:
+            port.close()
+
+
+def said_of_legs(world: World) -> dict[str, int]:
+    counts = world.gateway.legs.counts
+    return {outcome: count for (leg, outcome), count in counts.items() if leg == "prefill"}
+
+
+def test_the_worker_that_answers_is_told_who_computes_its_prompt(play: Play) -> None:
+    pair = Pair()
+
+    async def scenario(world: World) -> None:
+        prefill, decode = world.engines
+        decode.says = said(D_UNIT.incarnation, mode="remote_prefill")
+        client = await world.client()
+        answer = await client.post("/v1/completions", x__session__id="a")
+        assert (answer["x-ownerserve-action"], answer["x-ownerserve-reason"]) == (
+            "remote_prefill",
+            "split",
+        )
+        assert pair.orders == [LenderAddress(P_UNIT, pair.ports[0].address)]
+        assert prefill.seen == [], "the gateway sends it no leg"
+        assert len(pair.ports[1].reserves) == 1, "a place is asked for as for any other turn"
+        assert pair.ports[0].asked == []
+        assert said_of_legs(world) == {"done": 1}
+        # Where the worker computed the prompt itself, the books say so, and no turn fails.
+        decode.says = said(D_UNIT.incarnation, as_of=2.0, mode="cold_prefill")
+        again = await client.post("/v1/completions", x__session__id="b")
+        assert (again.status, again["x-ownerserve-action"]) == (200, "remote_prefill")
+        assert said_of_legs(world) == {"done": 1, "on_the_spot": 1}
+        await world.settled()
+        assert all(not worker.requests for worker in world.gateway.state.fleet)
+        assert prefill.seen == []
+        pair.close()
+
+    play(scenario, prepare=pair.prepare, policy="static_pd")
+
+
+def test_who_lends_nothing_is_asked_by_the_gateway(play: Play) -> None:
+    """As vLLM beside our plugin, whose role its operator vouches for: two legs."""
+    pair = Pair(lends=())
+
+    async def scenario(world: World) -> None:
+        prefill, decode = world.engines
+        answer = await (await world.client()).post("/v1/completions", b'{"prompt": "x"}')
+        assert answer["x-ownerserve-action"] == "remote_prefill"
+        assert pair.orders == [None]
+        [(_, body)] = prefill.seen
+        assert json.loads(body)["kv_transfer_params"]["do_remote_decode"] is True
+        assert len(decode.seen) == 1
+        assert said_of_legs(world) == {"done": 1}
+        pair.close()
+
+    play(scenario, prepare=pair.prepare, policy="static_pd")
+
+
+def test_a_worker_that_answers_with_an_error_has_had_nothing_computed(play: Play) -> None:
+    pair = Pair()
+
+    async def scenario(world: World) -> None:
+        decode = world.engines[1]
+        decode.refuses = (400, "")
+        answer = await (await world.client()).post("/v1/chat/completions", x__session__id="a")
+        assert answer.status == 400
+        assert said_of_legs(world) == {}
+        await world.settled()
+        assert all(not worker.requests for worker in world.gateway.state.fleet)
+        pair.close()
+
+    play(scenario, prepare=pair.prepare, policy="static_pd")
+
+
+# Who is named
+
+
+def worker(fleet: Fleet, name: str, life: int, **profile: Any) -> Worker:
+    known = {"speed": SPEED, "actions": EVERY_ACTION, **profile}
+    fleet.raise_up(WorkerUp(WorkerId(name), 0, Incarnation(life), Profile(**known)))
+    return fleet[WorkerId(name)]
+
+
+@pytest.mark.parametrize(
+    ("prefill_lends", "decode_lends", "prefill_host", "is_named"),
+    [
+        ({Tier.DEVICE}, {Tier.DEVICE}, "127.0.0.1", True),
+        ({Tier.DEVICE, Tier.HOST}, {Tier.DEVICE}, "127.0.0.1", True),
+        (set(), {Tier.DEVICE}, "127.0.0.1", False),
+        ({Tier.DEVICE}, set(), "127.0.0.1", False),
+        ({Tier.HOST}, {Tier.DEVICE}, "127.0.0.1", False),
+        ({Tier.DEVICE}, {Tier.DEVICE}, "10.0.0.7", False),  # the other one is on loopback
+        ({Tier.DEVICE}, {Tier.DEVICE}, None, False),  # no RPC port that can be reached
+    ],
+)
+def test_a_worker_is_named_that_lends_and_can_be_reached_by_one_that_reads(
+    prefill_lends: set[Tier], decode_lends: set[Tier], prefill_host: str | None, is_named: bool
+) -> None:
+    async def scenario() -> None:
+        fleet, lines, names = Fleet(), WorkerLines(), WorkerNames()
+        p = worker(fleet, "p", 7, role=WorkerRole.PREFILL, lends=frozenset(prefill_lends))
+        d = worker(fleet, "d", 8, role=WorkerRole.DECODE, lends=frozenset(decode_lends))
+        split = Decision(d, PlacementAction.REMOTE_PREFILL, DispatchReason.SPLIT, prefill=p)
+        if prefill_host is not None:
+            lines.learn(p.id, prefill_host, f"tcp://{prefill_host}:9")
+        lines.learn(d.id, "127.0.0.1", "tcp://127.0.0.1:10")
+        assert lines.prefiller_of(split, names) is None, "it never said what it calls itself"
+        assert p.unit is not None
+        names.up(p.unit, P_UNIT.worker)
+        named = LenderAddress(P_UNIT, "tcp://127.0.0.1:9")
+        assert lines.prefiller_of(split, names) == (named if is_named else None)
+        assert lines.prefiller_of(Decision(d, *_ON_THE_SPOT), names) is None
+        alone = Decision(p, PlacementAction.REMOTE_PREFILL, DispatchReason.SPLIT, prefill=p)
+        assert lines.prefiller_of(alone, names) is None, "nobody is asked by itself"
+        lines.close()
+
+    asyncio.run(scenario())
+
+
+_ON_THE_SPOT = (PlacementAction.COLOCATED_PREFILL, DispatchReason.NOT_OFFERED)
