@@ -35,7 +35,7 @@ LOADED_TIERS = (Tier.HOST, Tier.DISK, Tier.PEER, Tier.REMOTE)
 
 
 class WorkerRole(StrEnum):
-    """A worker's role says which part of a turn it takes."""
+    """A worker's role says which part of a turn it takes, in the words of kv.wire.status.ROLES."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -47,6 +47,8 @@ TEXT_MAX = 512
 NAMES_MAX = 1024
 """Models, actions or tiers in one record."""
 
+ROLES = ("hybrid", "prefill", "decode")
+"""What a worker takes of turns: all, prompts for others, turns whose prompts others may compute."""
 
 REFILL_SHARE_MAX = 1000.0
 """Refilling would take a thousand times as long as what is there lasts: there is no room."""

@@ -54,6 +54,7 @@ from ownerserve.engines.hf.http.openai_api import (
     parse_body,
     told_of,
 )
+from ownerserve.engines.hf.http.role import NotIdle, StatedRole, read_wish
 from ownerserve.engines.hf.metrics.prometheus import render
 from ownerserve.engines.hf.metrics.status import HfStatus
 from ownerserve.engines.hf.scheduling.requests import (
@@ -67,6 +68,7 @@ from ownerserve.kv.prefix import PrefixSalt
 from ownerserve.kv.wire.headers import MODEL_HEADER, received_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import NEWS_WAIT_MS
+from ownerserve.kv.wire.status import ROLES
 from ownerserve.node.ownership.ownership import OwnerIs
 
 T = TypeVar("T")
@@ -85,9 +87,10 @@ CLIENT_GONE = 499
 class Endpoints:
     """`Endpoints` are the HTTP routes over one worker."""
 
-    def __init__(self, worker: HfWorker, rpc: str | None) -> None:
+    def __init__(self, worker: HfWorker, rpc: str | None, role: StatedRole) -> None:
         self._worker = worker
         self._rpc = rpc
+        self._role = role
         self._started_s = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -101,6 +104,7 @@ class Endpoints:
             Route("/ownerserve/status", self.status, methods=["GET"]),
             Route("/ownerserve/cache", self.cache, methods=["GET"]),
             Route("/ownerserve/inventory", self.inventory, methods=["GET"]),
+            Route("/ownerserve/role", self.role, methods=["POST"]),
         ]
 
     async def models(self, http: HttpRequest) -> Response:
@@ -123,11 +127,19 @@ class Endpoints:
         return json_response({"status": "ok", "as_of_s": status.load.as_of_s}, headers=headers)
 
     async def status(self, http: HttpRequest) -> Response:
-        """Answer with the engine thread's record (kv.wire.status) and where the node's RPC port
-        is."""
+        """Answer with the engine thread's record (kv.wire.status), the worker's role, and where the
+        node's RPC port is."""
         status = await self._status()
-        profile = msgspec.structs.replace(status.profile, rpc=self._rpc)
+        profile = msgspec.structs.replace(status.profile, rpc=self._rpc, role=self._role.now)
         return json_response(msgspec.structs.replace(status, profile=profile))
+
+    async def role(self, http: HttpRequest) -> Response:
+        """Take another role on, while nothing runs or waits here."""
+        wish = read_wish(http.headers.get("content-type", ""), await _read_body(http))
+        came = self._role.flip(wish, (await self._status()).load)
+        if isinstance(came, NotIdle):
+            raise ApiError(409, str(came), code="not_idle", param="role")
+        return json_response(came)
 
     async def cache(self, http: HttpRequest) -> Response:
         """Answer the cache's counters and levels, as the engine thread gives them."""
@@ -282,9 +294,9 @@ def _error(
     return error_response(ApiError(status, str(problem), code=code, param=param))
 
 
-def make_app(worker: HfWorker, *, rpc: str | None = None) -> Starlette:
+def make_app(worker: HfWorker, *, rpc: str | None = None, role: str = ROLES[0]) -> Starlette:
     """Make the ASGI application, whose lifespan is the engine thread's. `rpc` is the node's RPC
-    address."""
+    address, `role` what the worker says that it takes of turns."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -299,7 +311,7 @@ def make_app(worker: HfWorker, *, rpc: str | None = None) -> Starlette:
         *(ClientGone, ClientDisconnect, Exception),
     )
     return Starlette(
-        routes=Endpoints(worker, rpc).routes(),
+        routes=Endpoints(worker, rpc, StatedRole(role)).routes(),
         lifespan=lifespan,
         exception_handlers=dict.fromkeys(handled, _on_error),
     )
