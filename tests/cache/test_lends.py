@@ -392,5 +392,6 @@ def test_a_ticket_ends_by_the_clock_while_nothing_runs() -> None:
 
 def test_only_a_running_turn_is_lent_as_a_turn() -> None:
     driver = Driver(DENSE, blocks=8)
+    ticket = driver.cache.lends.lend((), 0.0, idle_s=1.0)
     with pytest.raises(InvalidInput, match="lend its prefix"):
-        driver.cache.lends.lend_turn(TurnId("t"), 0.0, idle_s=1.0)
+        driver.cache.lends.follow(ticket, TurnId("t"))

@@ -4,6 +4,7 @@ and memory of bytes that say whose they are. With an engine: engines/hf/test_bri
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -170,7 +171,7 @@ def wanted(lender: LenderAddress, **other: object) -> PeerPrefix:
     told = {
         "lender": lender, "session_id": AGENT, "parent": None, "tokens": cap * B,
         "digests": digests, "records": records, "grid_blocks": NAMES.blocks,
-        "compute_ms": COMPUTE_MS, **other,
+        "compute_ms": COMPUTE_MS, "turn_id": TurnId("t"), **other,
     }  # fmt: skip
     return PeerPrefix(**told)  # type: ignore[arg-type]
 
@@ -264,7 +265,7 @@ def test_a_lent_prefix_is_not_used_again_while_it_is_read(near: Node) -> None:
     reader = RoutingUnit(WorkerId("far"), 0, Incarnation(1))
     lend = Lend(Nonce(1), near.unit, pieces, (ReaderRank(0, 0, 0),))
     asked, hint = OpenLend(1, reader, lend, 1e6), SessionHint(AGENT, None, 10 * B)
-    opened = near.between(lambda: near.lending.open_now(asked, hint)).result()
+    opened = near.between(lambda: near.lending.open(asked, hint, time.monotonic())).result()
     assert isinstance(opened, LendOpened)
     before = [near.bytes_of(prefix.records[id_]) for id_ in (cell, point)]
 

@@ -1,13 +1,14 @@
 """Lends say who may read blocks and point state, and until when. They own the tickets, and the
 blocks that wait for one before they return to their pool.
 
-    lend, lend_turn ──> STANDS ── end ────────────────> over: a reader is done
-                        │  ^   `─ expire ─────────────> over: nobody read for `idle_s`
-                        read      revoke_for (no room) > over: a turn needed what it kept
+    lend, follow ──> STANDS ── end ──────────────> over: a reader is done
+                     │  ^   `─ expire ───────────> over: nobody read for `idle_s`
+                     read      revoke_for ───────> over: a turn needed what it kept
 
 A ticket is a lock on a sealed path and a hold on point state there. One on a running turn follows
 it as it seals, and covers its private blocks too, for who reads them layer by layer: those that the
-turn gives back (aborted, preempted, finished, spares of a duplicate seal) wait for the ticket.
+turn gives back (aborted, preempted, finished, spares of a duplicate seal) wait for the ticket. A
+turn that was preempted and begins again is followed again.
 A fork adds a lock of its own, and no ticket follows it.
 
 A reader asks after each read, and what was read counts only if the ticket stood: `read` on the
@@ -60,24 +61,28 @@ class Lends:
 
     def lend(self, prefixes: Iterable[Packed], now: float, *, idle_s: float) -> int:
         """Lend what of each prefix is resident, in whole blocks, and the point state to go on from
-        at its end or before. Returns the ticket's number; it stands `idle_s` without a read."""
+        at its end or before; of no prefix: nothing until a turn is followed. Returns the ticket's
+        number; it stands `idle_s` without a read."""
         size = self._tree.block_bytes
         ends = [self._tree.walk(prefix, len(prefix) // size) for prefix in prefixes]
         return self._open(ends, now, idle_s).number
 
-    def lend_turn(self, turn_id: TurnId, now: float, *, idle_s: float) -> int:
-        """Lend a running turn's path and its private blocks, and follow it. Point state that it
-        keeps up to its prompt's end, and at its own, is held with it.
+    def follow(self, number: int, turn_id: TurnId) -> None:
+        """Have a ticket follow a turn that runs now: its path, its private blocks, and the point
+        state that it keeps up to its prompt's end, and at its own. What the ticket covered before
+        it keeps. One that is over is no error.
 
         Raises InvalidInput when the turn is not running.
         """
-        run = self._running.get(turn_id)
+        ticket, run = self._standing.get(number), self._running.get(turn_id)
         if run is None:
             raise InvalidInput("turn_id", f"{turn_id!r} is not running", "lend its prefix")
-        ticket = self._open([(run.lock.node, run.sealed)], now, idle_s)
+        if ticket is None or ticket.turn_id == turn_id:
+            return
+        ticket.locks.insert(0, self._tree.lock(run.lock.node, run.sealed))
+        self._hold(ticket, prefix_tree.complete_stop(run.lock.node, run.sealed))
         ticket.turn_id = turn_id
         self._following.setdefault(turn_id, []).append(ticket)
-        return ticket.number
 
     def _open(self, ends: list[tuple[Node, int]], now: float, idle_s: float) -> Ticket:
         self._numbers += 1

@@ -46,7 +46,8 @@ class Readers:
 
     def lend_turn(self, name: str, *, idle_s: float) -> int:
         driver, turn_id = self.driver, TurnId(name)
-        ticket = driver.cache.lends.lend_turn(turn_id, driver.now, idle_s=idle_s)
+        ticket = driver.cache.lends.lend((), driver.now, idle_s=idle_s)
+        driver.cache.lends.follow(ticket, turn_id)
         self.lent[ticket] = Reader(driver.live[turn_id])
         self.look()
         driver.check()

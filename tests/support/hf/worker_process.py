@@ -80,6 +80,7 @@ class WorkerProcess:
             "tokens": choice["token_ids"],
             "logprobs": choice["logprobs"]["token_logprobs"],
             "cached": int(answer.headers["x-ownerserve-cached-tokens"]),
+            "mode": answer.headers["x-ownerserve-mode"],
         }
 
     def asked(self, request: RpcRequest) -> RpcAnswer:

@@ -238,7 +238,8 @@ class Lending:
         ranks = self._pairs(lend.ranks)
         turn = self.turns.get(lend.turn_id)
         if turn is not None:
-            ticket = node.cache.lends.lend_turn(turn.turn_id, now, idle_s=effect.idle_s)
+            ticket = node.cache.lends.lend((), now, idle_s=effect.idle_s)
+            node.cache.lends.follow(ticket, turn.turn_id)
             done = range(turn.done)
             pieces = self._pieces(turn, done, range(LAYERS))
             if self.is_layerwise and turn.layers:

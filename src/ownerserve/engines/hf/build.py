@@ -148,8 +148,6 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         owns_sessions=options.directory is not None,
     )
     transfers = _transfers(options.transfer, identity.unit, node, runner=runner)
-    if transfers is not None:
-        metrics.registry.register(TransferCollector(transfers))
     steps = StepLoop(
         runner, scheduler, cache=cache, decoder=codec, identity=identity, metrics=metrics
     )
@@ -157,6 +155,9 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         steps.attach(WithNode(node, scheduler, RestoreMetrics(metrics.registry)))
         if (counts := node.remote_counts) is not None:
             metrics.registry.register(RemoteCollector(counts))
+    if transfers is not None and node is not None:
+        metrics.registry.register(TransferCollector(transfers))
+        steps.serve_peers(transfers.compute_for_others(cache, node.state.names, steps))
     if options.directory is not None:
         scope = node.state.names.identity if node else identity_of(checkpoint, runner)
         ownership = Ownership(

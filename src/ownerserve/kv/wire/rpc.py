@@ -24,7 +24,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.wire.framed import open_frame
-from ownerserve.kv.wire.headers import AnswerLine
+from ownerserve.kv.wire.headers import AnswerLine, LenderAddress
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import ProfileStatement, WorkerLoad
@@ -32,7 +32,8 @@ from ownerserve.kv.wire.status import ProfileStatement, WorkerLoad
 VERSION = 1
 OLDEST = 1
 MAX_FRAME_BYTES = 1 << 20
-"""A frame is small: nobody sends token ids here. Longer ones are not sent, and refused."""
+"""A frame is small: the longest has the token ids of one prompt (`Prefill`). Longer ones are not
+sent, and refused."""
 
 Nonce = NewType("Nonce", int)
 NO_NONCE = Nonce(0)
@@ -192,11 +193,33 @@ class AskLender(msgspec.Struct, frozen=True, tag="ask_lender", omit_defaults=Tru
     boot: str = ""
 
 
+class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
+    """Prefill asks, node to node, to compute a prompt for another worker, which reads it from there
+    as it is computed: all whole blocks that leave a token behind them, and no answer. `tokens` are
+    the whole prompt's ids, little-endian uint32, whose state is apart by `cache_salt`. `source`
+    holds the beginning of it, of the session `session_id`. `Accepted` answers it; it is called off
+    under its nonce.
+    """
+
+    tokens: bytes
+    cache_salt: str = ""
+    session_id: SessionId | None = None
+    source: LenderAddress | None = None
+
+
+class EndPrefill(msgspec.Struct, frozen=True, tag="end_prefill"):
+    """EndPrefill gives up a prompt that was accepted: what a `Cancel` of it becomes."""
+
+    turn_id: TurnId
+
+
 RpcRequest = (
     AskLender
     | AskLine
     | AskPrefix
+    | EndPrefill
     | ListHeld
+    | Prefill
     | Status
     | Probe
     | Reserve
@@ -244,8 +267,20 @@ class LenderSays(msgspec.Struct, frozen=True, tag="lender_says", omit_defaults=T
     memory: bytes = b""
 
 
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """Accepted answers `Prefill`: the first `tokens` tokens are computed by the turn of that id,
+    and lent as it goes. Their prefix hash is `tip`; by the worker's prices it takes `ready_ms`.
+    """
+
+    turn_id: TurnId
+    tokens: int
+    tip: bytes
+    ready_ms: float
+
+
 RpcAnswer = (
-    LenderSays
+    Accepted
+    | LenderSays
     | LineIs
     | PageIs
     | PrefixIs

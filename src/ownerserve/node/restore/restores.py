@@ -53,6 +53,7 @@ from ownerserve.node.restore.trials import Trials
 from ownerserve.node.retention.record_value import memory_price
 from ownerserve.node.vocabulary.chains import Hashes
 from ownerserve.node.vocabulary.events import (
+    CallOffPrefill,
     Completion,
     DropOperation,
     Effect,
@@ -89,6 +90,9 @@ FIRST_CELLS = 4
 LAST_POINTS = 64
 """How many depths before the end of what is stored are asked for point state at first: a session's
 last turn ended there. All others are asked for only when nothing is."""
+ORDER_PATIENCE = 4.0
+"""A worker that computes a prompt for another may take so many times what the other would: it is
+there so that decoding goes on undisturbed."""
 NONE = range(0)
 NOBODY = TurnId("")
 NOTHING_KNOWN = Match(0, ())
@@ -298,13 +302,15 @@ class Restores:
         names = self._names.of(event.tenant)
         if complete >= cap:
             pending = PendingRestore(event, names, (), now, deadline_s)
-            return [self._start(pending, RestoreOutcome.RESIDENT, now)]
+            return self._started(pending, RestoreOutcome.RESIDENT, now)
         hashed = chains.hashed(event.tokens, event.session_id, event.hashed)
         pending = PendingRestore(
             event, names, hashed.digests, now, deadline_s, hashed=hashed, bad=set()
         )
         pending.resident = min(cap, match.range_tokens // self._block)
         pending.complete, pending.cap = complete, cap
+        if event.order is not None:
+            pending.deadline_s += ORDER_PATIENCE * self._compute_ms(pending) / 1e3
         # Nothing can be used behind a gap: a long prompt asks for its first cells, and for the
         # rest when those are there. A cold one so costs some ids and not thousands.
         grid = self._names.blocks
@@ -349,7 +355,9 @@ class Restores:
         """Return what of this look a peer may hold; None where nobody was named, or the session has
         no name that the peer knows."""
         event = pending.event
-        if event.lender is None or event.session_id is None:
+        lender = event.lender if event.order is None else event.order.worker
+        session_id = event.lent_as or event.session_id
+        if lender is None or (event.order is None and session_id is None):
             return None
         records = dict[bytes, PeerRecord]()
         for id_, query in asked.items():
@@ -358,18 +366,24 @@ class Restores:
                 first = pending.names.cell_ending_at(query.end).first
             records[id_] = PeerRecord(query.component, first, query.end)
         tokens = pending.cap * self._block
-        left = tokens - pending.resident * self._block
-        prefill = self._costs.prices().prefill
         return PeerPrefix(
-            lender=event.lender,
-            session_id=event.session_id,
+            lender=lender,
+            session_id=session_id,
             parent=event.parent,
             tokens=tokens,
             digests=pending.digests,
             records=records,
             grid_blocks=pending.names.blocks,
-            compute_ms=prefill.ms(left, pending.resident * self._block),
+            compute_ms=self._compute_ms(pending),
+            turn_id=event.turn_id,
+            order=event.order,
+            has_beginning=pending.resident > 0 and event.session_id is not None,
         )
+
+    def _compute_ms(self, pending: PendingRestore) -> float:
+        """Return what computing the rest of what may be restored would take here."""
+        known = pending.resident * self._block
+        return self._costs.prices().prefill.ms(pending.cap * self._block - known, known)
 
     def _found(self, event: RecordsFound, now: float) -> Iterable[Effect]:
         """Take the catalogue's answer: ask on, or decide, and read what the plan wants."""
@@ -459,7 +473,7 @@ class Restores:
         assert pending.arrival is not None
         reserved = self._device.reserve(turn_id, pending.arrival, now)
         if not isinstance(reserved, SlotsReserved):
-            return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
+            return self._started(pending, RestoreOutcome.NO_ROOM, now)
         pending.room = reserved
         pending.attempts += 1
         pending.phase, operation_id = RestorePhase.BRINGING, self._begin(pending)
@@ -485,11 +499,11 @@ class Restores:
         self._give_up_slots(pending, now)
         pending.misses += 1
         if event.reason is MissReason.DEADLINE or now >= pending.deadline_s:
-            return [self._start(pending, RestoreOutcome.LATE, now)]
+            return self._started(pending, RestoreOutcome.LATE, now)
         pending.bad |= {event.id} if event.id else {r.want.id for r in pending.readings}
         pending.stored = None
         if pending.attempts >= self._settings.attempts:
-            return [self._start(pending, RestoreOutcome.MISS, now)]
+            return self._started(pending, RestoreOutcome.MISS, now)
         return self._decide(pending, now)
 
     def _filled(self, event: Filled, now: float) -> Iterable[Effect]:
@@ -503,7 +517,7 @@ class Restores:
         inserted = self._device.commit(room.ticket, _verified(pending.readings, event.ids), now)
         good = not isinstance(inserted, CacheRefused)
         outcome = RestoreOutcome.LOADED if good else RestoreOutcome.MISS
-        return [self._start(pending, outcome, now)]
+        return self._started(pending, outcome, now)
 
     def gone(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
         """Give the turn's restore up, since the turn was given up; no error where there is none."""
@@ -559,7 +573,7 @@ class Restores:
         stored = self._stored(pending)
         if not stored.cells and not stored.points:
             missed = RestoreOutcome.MISS if pending.misses else RestoreOutcome.NOTHING_STORED
-            return [self._start(pending, missed, now)]
+            return self._started(pending, missed, now)
         count = len(event.tokens) // TOKEN_BYTES
         match = self._device.match(event.turn_id, event.tokens)
         if isinstance(match, Later):
@@ -575,15 +589,15 @@ class Restores:
         way = pending.plan.chosen
         if not sources.is_loading(way):
             missed = RestoreOutcome.MISS if pending.misses else RestoreOutcome.NOT_WORTH_IT
-            return [self._start(pending, missed, now)]
+            return self._started(pending, missed, now)
         reserved = self._reserve(pending, match, way, stored=stored, now=now)
         if reserved is None:
-            return [self._start(pending, RestoreOutcome.NOT_WORTH_IT, now)]
+            return self._started(pending, RestoreOutcome.NOT_WORTH_IT, now)
         if isinstance(reserved, Later):
             pending.phase, pending.deadline_s = RestorePhase.OFFERED, inf
             return [Offer(event.turn_id, way.position, way.computed_from)]
         if not isinstance(reserved, SlotsReserved):
-            return [self._start(pending, RestoreOutcome.NO_ROOM, now)]
+            return self._started(pending, RestoreOutcome.NO_ROOM, now)
         pending.room = reserved
         pending.attempts += 1
         pending.phase, operation_id = RestorePhase.LOADING, self._begin(pending)
@@ -664,8 +678,17 @@ class Restores:
         self._by_operation.pop(operation_id, None)
         if operation_id not in self.unquiet:
             self._operations.end(operation_id)
-        self._start(pending, outcome, now)
-        return [DropOperation(operation_id)]
+        *called_off, _ = self._started(pending, outcome, now)
+        return [DropOperation(operation_id), *called_off]
+
+    def _started(
+        self, pending: PendingRestore, outcome: RestoreOutcome, now: float
+    ) -> list[Effect]:
+        """Return the turn's `Start`, last, and what goes before it: nobody computes its prompt for
+        it any more."""
+        start = self._start(pending, outcome, now)
+        is_ordered = pending.event.order is not None
+        return [CallOffPrefill(start.turn_id), start] if is_ordered else [start]
 
     def _start(self, pending: PendingRestore, outcome: RestoreOutcome, now: float) -> Start:
         turn_id = pending.event.turn_id
@@ -681,8 +704,14 @@ class Restores:
             else 0,
             brought_tokens=self._brought_tokens(pending) if loaded else 0,
             misses=pending.misses,
+            is_ordered=loaded and pending.event.order is not None and self._is_away(pending),
         )
         return Start(turn_id)
+
+    def _is_away(self, pending: PendingRestore) -> bool:
+        """Return whether some of what is read was not here."""
+        found = pending.found
+        return any(found.get(reading.want.id) is Tier.PEER for reading in pending.readings)
 
     def _brought_tokens(self, pending: PendingRestore) -> int:
         assert pending.plan is not None, "what is loaded was planned"

@@ -30,13 +30,16 @@ from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
     NEWS_WAIT_MS,
     NO_NONCE,
+    Accepted,
     AskLender,
     AskLine,
     AskPrefix,
     Cancel,
     Cancelled,
+    EndPrefill,
     ListHeld,
     Nonce,
+    Prefill,
     Probe,
     Reject,
     Release,
@@ -253,25 +256,29 @@ class RpcServer:
                 return min(max(2 * self._step_s(), RESERVE_MIN_S), RESERVE_MAX_S)
             case ListHeld(wait_ms=wait_ms):
                 return ANSWER_S + min(wait_ms, NEWS_WAIT_MS) / 1e3
-            case Probe() | Status() | AskLine() | AskPrefix() | AskLender():
+            case Probe() | Status() | AskLine() | AskPrefix() | AskLender() | Prefill():
                 return ANSWER_S
             case _:
                 return NEVER_S
 
     def _cancel(self, nonce: Nonce) -> None:
-        """Call the request off: one that nobody has begun on is not begun any more, and a place
-        that was given is given back."""
+        """Call the request off: one that nobody has begun on is not begun any more, and what was
+        given is given back."""
         match self._flights.call_off(nonce):
             case Flight(future=future):
                 self.counts["cancelled"] += 1
                 future.cancel()
-            case Reserved(reservation):
+            case Reserved() | Accepted() as given:
                 self.counts["cancelled"] += 1
-                self._give_back(reservation)
+                self._give_back(given)
 
-    def _give_back(self, reservation: int) -> None:
-        with suppress(RuntimeError):  # an engine that has ended holds no places
-            self._answer(Release(reservation))
+    def _give_back(self, given: Reserved | Accepted) -> None:
+        """Undo what was given: a place, or a prompt that is computed for another."""
+        with suppress(RuntimeError):  # an engine that has ended holds nothing
+            if isinstance(given, Reserved):
+                self._answer(Release(given.reservation))
+            else:
+                self._answer(EndPrefill(given.turn_id))
 
     def _ring(self, future: Future[RpcAnswer]) -> None:
         """Wake the server's thread for an answer; called on the thread of whoever answers."""
@@ -296,8 +303,8 @@ class RpcServer:
             self._tell(flight, answer)
         elif not future.cancelled():
             self.counts["late"] += 1
-            if isinstance(answer, Reserved):  # given up or called off while it was being done
-                self._give_back(answer.reservation)
+            if isinstance(answer, Reserved | Accepted):  # called off while it was being done
+                self._give_back(answer)
 
     def _give_up(self, now: float) -> None:
         """Refuse what took too long. A request that nobody has begun on is not begun any more."""

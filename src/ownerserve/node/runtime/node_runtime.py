@@ -33,6 +33,7 @@ from ownerserve.node.state import NodeState
 from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart, PeerTier
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import (
+    CallOffPrefill,
     DropOperation,
     Effect,
     Event,
@@ -234,9 +235,12 @@ class NodeRuntime:
                 case DropOperation(operation_id):
                     asked = self._asked.pop(operation_id, None)
                     if asked is not None:
-                        self._store.cancel(asked[0])
+                        self._drop(*asked)
                     self._parts.pop(operation_id, None)
                     self._forget_copy(operation_id)
+                case CallOffPrefill(turn_id):
+                    if (peers := self._backing.tiers.peers) is not None:
+                        peers.call_off(turn_id)
                 case Fill():
                     waiting.extend(self.state.handle(self._fill(effect), now))
                 case StoreCopy():
@@ -253,6 +257,12 @@ class NodeRuntime:
                 case Forget(session_id) if self._journal is not None:
                     self._journal.write(Tip(session_id, 0))
         return started
+
+    def _drop(self, ticket: Ticket, asked: FindRecords | Fetch | Locate) -> None:
+        """Give a question up; what a peer brings for nobody else is not brought any more."""
+        abandoned, peers = self._store.cancel(ticket), self._backing.tiers.peers
+        if abandoned is not None and peers is not None and isinstance(asked, Fetch):
+            peers.give_up(asked.wants)
 
     def _fill(self, fill: Fill) -> Filled:
         parts = self._parts.pop(fill.operation_id)

@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import GIB
 from ownerserve.node.storage.limits import STANDARD, UPKEEP_S, StoreLimits
@@ -57,6 +57,9 @@ BUFFERS_BYTES = 2 * GIB
 CLOSE_S = 10.0
 """How long the tiers have to flush and to let another writer in."""
 
+BRINGS_AT_ONCE = 32
+"""So many turns may wait for what other workers hold, or compute for them."""
+
 MEDIUM_OF = {"memory": Tier.HOST, "disk": Tier.DISK, "remote": Tier.REMOTE}
 
 
@@ -92,6 +95,14 @@ class PeerTier(Protocol):
 
     def read(self, wants: Sequence[Want]) -> ReadOutcome:
         """Bring the wants, verified, or give a miss."""
+        ...
+
+    def give_up(self, wants: Sequence[Want]) -> None:
+        """Bring these no more: nobody waits for them. Does not wait, nor does `call_off`."""
+        ...
+
+    def call_off(self, turn_id: TurnId) -> None:
+        """Have nobody compute the turn's prompt any more; no error where nobody does."""
         ...
 
 
@@ -266,9 +277,11 @@ class Backing:
         self.upkeep.start()
 
     def add_peers(self, peers: PeerTier) -> None:
-        """Bring from other workers too; call it before the node runs."""
+        """Bring from other workers too; call it before the node runs. A bring waits on a reader's
+        thread, which media must not lack for it."""
         self.tiers.peers = peers
         self.sizes[Tier.PEER] = None
+        self.service.add_readers(BRINGS_AT_ONCE)
 
     def close(self) -> None:
         """Finish what is in the air and let another writer in. Each step ends in its time: tiers

@@ -10,8 +10,8 @@ blocks; a ticket (cache.lends) keeps them as they are while it stands.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from ownerserve.node.transfers.memory import BlocksOfArtifact, LentMemory, encod
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.transfer.control.events import LendNotOpened, LendOpened, OpenLend
-from ownerserve.transfer.control.messages import LendRefusal, LentRank, ReaderRank
+from ownerserve.transfer.control.messages import NO_TURN, LendRefusal, LentRank, ReaderRank
 from ownerserve.transfer.control.pieces import SizedPiece
 from ownerserve.transfer.layout.places import RegionPlaces
 from ownerserve.transfer.movers.peers import own_name
@@ -54,8 +54,9 @@ class LentArtifact(msgspec.Struct, frozen=True, eq=False):
     blocks: NDArray[np.int64]
 
 
-class _Found(NamedTuple):
-    """What an id stands for: blocks [first, end) of a component, or its point at `end`."""
+class FoundRecord(NamedTuple):
+    """A `FoundRecord` is what an id stands for: blocks [first, end) of a component, or its point at
+    `end`."""
 
     component: str
     first: int
@@ -64,6 +65,14 @@ class _Found(NamedTuple):
     @property
     def is_point(self) -> bool:
         return self.first == self.end
+
+
+class TurnsLent(Protocol):
+    """`TurnsLent` lends what turns compute (turn_lends.py)."""
+
+    def open(self, asked: OpenLend, now: float) -> LendOpened | LendNotOpened:
+        """Lend what the turn computes that the lend names."""
+        ...
 
 
 class Lending:
@@ -87,6 +96,10 @@ class Lending:
         self._process = own_name()
         self.address = ""
         """Where this process's mover serves, as lends say it."""
+        self.turns: TurnsLent | None = None
+        """What is computed here for others; None: nothing is."""
+        self.ended: Callable[[int], None] = lambda ticket: None
+        """Hears of each ticket that a reader has no more use for."""
 
     # -- on the engine's thread ----------------------------------------------------------------
 
@@ -99,16 +112,28 @@ class Lending:
         return PrefixIs(len(digests) * self._block, points, digests[-1])
 
     def open(self, asked: OpenLend, hint: SessionHint, now: float) -> LendOpened | LendNotOpened:
-        """Lend all that is wanted, or nothing: what is not here is known before a byte moves."""
+        """Lend all that is wanted, or nothing: what is not here is known before a byte moves. What
+        a turn computes is lent as it comes."""
+        if asked.lend.turn_id == NO_TURN:
+            tokens, digests = self._prefix(hint)
+            return self.open_prefix(asked, tokens, digests, now=now)
+        if self.turns is None:
+            return LendNotOpened(asked.number, LendRefusal.NOT_HELD)
+        return self.turns.open(asked, now)
+
+    def open_prefix(
+        self, asked: OpenLend, tokens: Packed, digests: Sequence[PrefixHash], *, now: float
+    ) -> LendOpened | LendNotOpened:
+        """Lend all that is wanted of these whole blocks, or nothing where some of it is not
+        resident."""
         lend = asked.lend
-        if not _serves(lend.ranks):
+        if not serves(lend.ranks):
             return LendNotOpened(asked.number, LendRefusal.MISMATCH)
-        tokens, digests = self._prefix(hint)
         named = dict(self._named(tokens, digests))
         found = [(piece, named[piece.artifact]) for piece in lend.wanted if piece.artifact in named]
         artifacts = self._artifacts(tokens, found)
         sized = tuple(
-            SizedPiece(piece, _bytes(piece, artifact))
+            SizedPiece(piece, piece_bytes(piece, artifact))
             for piece, _ in found
             if (artifact := artifacts.get(piece.artifact)) is not None and _has(artifact, piece)
         )
@@ -119,13 +144,9 @@ class Lending:
         kept = [tokens[: end * size] for end in ends if self._needs_lock(end, found, ends[0])]
         ticket = self._cache.lends.lend(kept, now, idle_s=asked.idle_s)
         self._forget_ended()
-        self._lent[ticket] = artifacts
+        self.cover(ticket, artifacts)
         ranks = (LentRank(0, lend.ranks[0].rank, self.address),)
         return LendOpened(asked.number, ticket, ranks, sized)
-
-    def open_now(self, asked: OpenLend, hint: SessionHint) -> LendOpened | LendNotOpened:
-        """Do the same, at the time that it is."""
-        return self.open(asked, hint, time.monotonic())
 
     def touch(self, ticket: int) -> None:
         """Put off the ticket's end: somebody reads."""
@@ -135,6 +156,19 @@ class Lending:
         """End the ticket; one that is over is no error."""
         self._lent.pop(ticket, None)
         self._cache.lends.end(ticket)
+        self.ended(ticket)
+
+    def cover(self, ticket: int, artifacts: Mapping[bytes, LentArtifact]) -> None:
+        """Let these be read under the ticket too."""
+        self._lent[ticket] = {**self._lent.get(ticket, {}), **artifacts}
+
+    def lent(self, ticket: int, artifact: bytes) -> LentArtifact | None:
+        """Return where an artifact lies that may be read under the ticket; None: it may not be."""
+        return self._lent.get(ticket, {}).get(artifact)
+
+    def placed(self, component: str, blocks: NDArray[np.int64]) -> LentArtifact:
+        """Return where an artifact lies that has those blocks."""
+        return LentArtifact(self._places_now()[component], blocks)
 
     # -- on any thread -------------------------------------------------------------------------
 
@@ -152,13 +186,15 @@ class Lending:
         """Tell whether the ticket stands; False before any block of it is used again."""
         return self._cache.lends.stands(ticket)
 
-    def memory(self, ticket: int) -> bytes:
-        """Return where what the ticket covers lies, for a reader on this host; empty: nowhere."""
+    def memory(self, ticket: int, ids: Iterable[bytes] | None = None) -> bytes:
+        """Return where what the ticket covers lies, or those of `ids`, for a reader on this host;
+        empty: nowhere."""
         lent, regions = self._lent.get(ticket, {}), self._known
         index = {region.section.name: n for n, region in enumerate(regions)}
+        wanted = lent if ids is None else {id_: lent[id_] for id_ in ids if id_ in lent}
         blocks = {
             id_: BlocksOfArtifact(index[one.places.region.section.name], one.blocks.tobytes())
-            for id_, one in lent.items()
+            for id_, one in wanted.items()
         }
         return encode_memory(LentMemory(self._process, regions, blocks)) if blocks else b""
 
@@ -196,7 +232,7 @@ class Lending:
 
     def _named(
         self, tokens: Packed, digests: Sequence[PrefixHash]
-    ) -> Iterator[tuple[bytes, _Found]]:
+    ) -> Iterator[tuple[bytes, FoundRecord]]:
         """Yield the ids of the artifacts that the prefix is cut into, and of its points."""
         if not digests:
             return
@@ -204,13 +240,13 @@ class Lending:
         for end, ids in zip(ends, self._names.range_ids(ends, digests), strict=True):
             first = self._names.cell_ending_at(end).first
             for name, id_ in zip(self._names.range_names, ids, strict=True):
-                yield id_, _Found(name, first, end)
+                yield id_, FoundRecord(name, first, end)
         for depth in self._points(tokens):
             for name in self._names.point_names:
-                yield self._names.point_id(name, depth, digests), _Found(name, depth, depth)
+                yield self._names.point_id(name, depth, digests), FoundRecord(name, depth, depth)
 
     def _artifacts(
-        self, tokens: Packed, found: Sequence[tuple[FramePiece, _Found]]
+        self, tokens: Packed, found: Sequence[tuple[FramePiece, FoundRecord]]
     ) -> dict[bytes, LentArtifact]:
         """Return where each artifact lies; one whose state has gone is left out."""
         prefix, lent = self._cache.residents.prefix(tokens), dict[bytes, LentArtifact]()
@@ -226,7 +262,7 @@ class Lending:
         return lent
 
     def _needs_lock(
-        self, end: int, found: Sequence[tuple[FramePiece, _Found]], deepest: int
+        self, end: int, found: Sequence[tuple[FramePiece, FoundRecord]], deepest: int
     ) -> bool:
         """Tell whether a lock of its own is needed there: the deepest keeps the path of all, and
         each point is kept by one that ends at it."""
@@ -246,7 +282,7 @@ class Lending:
             del self._lent[ticket]
 
 
-def _serves(ranks: Sequence[ReaderRank]) -> bool:
+def serves(ranks: Sequence[ReaderRank]) -> bool:
     """Tell whether one rank here serves them: one too, with all heads."""
     return len(ranks) == 1 and (ranks[0].first_head, ranks[0].end_head) == ALL_HEADS
 
@@ -260,7 +296,7 @@ def _has(artifact: LentArtifact, piece: FramePiece) -> bool:
     )
 
 
-def _bytes(piece: FramePiece, artifact: LentArtifact) -> int:
+def piece_bytes(piece: FramePiece, artifact: LentArtifact) -> int:
     """Count the bytes of a piece, over all heads."""
     parts = artifact.places.region.section.parts
     layer_bytes = sum(part.payload_bytes // part.shape[0] for part in parts)

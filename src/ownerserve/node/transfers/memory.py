@@ -56,6 +56,14 @@ class LenderPlaces:
         except (*UNREADABLE, SpecMismatch, ValueError) as error:
             raise InvalidInput("lent memory", str(error), "send what `Lent` covers") from error
 
+    def joined(self, data: bytes) -> LenderPlaces:
+        """Return what the lender said before, with what it says now: of the same regions, more
+        artifacts, or more of them. Raises as the constructor does."""
+        told = LenderPlaces(data)
+        blocks = {**self._memory.blocks, **told._memory.blocks}
+        told._memory = msgspec.structs.replace(told._memory, blocks=blocks)
+        return told
+
     @property
     def process(self) -> ProcessName:
         """Return the lender's process."""

@@ -6,21 +6,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import cast
 
 import msgspec
 
+from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.listening import LOOPBACK
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.curve import FleetKey
-from ownerserve.kv.wire.rpc import AskLender, AskPrefix, RpcAnswer, RpcRequest
+from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.rpc import (
+    AskLender,
+    AskPrefix,
+    EndPrefill,
+    Prefill,
+    RpcAnswer,
+    RpcRequest,
+)
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.peers import Peers
-from ownerserve.node.transfers.roads import ROADS, NodeRoads
+from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
+from ownerserve.node.transfers.roads import EVERYWHERE, ROADS, NodeRoads
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import OnEngine, SourceSide
 from ownerserve.node.transfers.target_side import TargetSide
+from ownerserve.node.transfers.turn_lends import TurnLends
+from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.transfer.control.events import SourceEvent
 from ownerserve.transfer.movers.digests import Xxh3
 from ownerserve.transfer.movers.tcp.handshake import transfer_key
 from ownerserve.transfer.movers.tcp.server import TcpServer
@@ -45,12 +59,15 @@ class TransferPlace(msgspec.Struct, frozen=True):
 
 
 class TransferCounts(msgspec.Struct, frozen=True):
-    """What was lent and brought since the start, by how it ended, and the connections now."""
+    """What was lent and brought, ordered and computed for others since the start, by how it ended,
+    and the connections now."""
 
     looks: dict[str, int]
     brings: dict[str, int]
     lends: dict[str, int]
     brought_bytes: dict[str, int]
+    orders: dict[str, int]
+    prefills: dict[str, int]
     connections: int
 
 
@@ -68,6 +85,7 @@ class NodeTransfers:
     ) -> None:
         """Open the port. Raises InvalidInput where it can't be had."""
         self._lending = lending
+        self._unit = unit
         self._on_engine: OnEngine = _no_engine
         key = None if place.key is None else transfer_key(place.key)
         self._server = TcpServer(_Counted(lending, self), place.host, port=place.port, key=key)
@@ -81,11 +99,28 @@ class NodeTransfers:
             )
         )
         self.peers = Peers(self.service, sections, block_tokens)
+        self.prefills: Prefills | None = None
+        """What is computed here for others; None: nothing is."""
         self._is_started = False
 
-    def start(self, on_engine: OnEngine) -> None:
-        """Begin to lend and bring; `on_engine` runs calls where the cache is owned."""
+    def compute_for_others(
+        self, cache: HeteroCache, names: RecordNames, engine: PrefillEngine
+    ) -> Prefills:
+        """Compute prompts for peers too, by `engine`, and lend them as they come; call it before
+        `start`."""
+        lending = self._lending
+        lending.turns = turns = TurnLends(lending, cache, names, tell=self._tell_source)
+        self.prefills = prefills = Prefills(cache, turns, engine)
+        lending.ended = prefills.lend_ended
+        return prefills
+
+    def start(self, on_engine: OnEngine, *, rpc: str = "") -> None:
+        """Begin to lend and bring; `on_engine` runs calls where the cache is owned. `rpc`: the
+        address of this node's RPC port, which peers that compute for it read it by; empty, or one
+        that stands for all of this machine's: they can't."""
         self._on_engine = on_engine
+        if rpc and not any(host in rpc for host in EVERYWHERE):
+            self.peers.orders.own = LenderAddress(self._unit, rpc)
         self.service.start()
         self._is_started = True
 
@@ -104,6 +139,9 @@ class NodeTransfers:
                 case AskPrefix():
                     told = self._on_engine(lambda: self._lending.prefix(request))
                     return cast("Future[RpcAnswer]", told)
+                case Prefill() | EndPrefill() if self.prefills is not None:
+                    done = self._on_engine(partial(self.prefills.answer, request))
+                    return cast("Future[RpcAnswer]", done)
             return others(request)
 
         return answer
@@ -117,8 +155,14 @@ class NodeTransfers:
             brings=dict(peers.brings),
             lends={str(end): count for end, count in lends.items()},
             brought_bytes=dict(peers.brought_bytes),
+            orders=dict(peers.orders.counts),
+            prefills={} if self.prefills is None else dict(self.prefills.counts),
             connections=self._server.connections,
         )
+
+    def _tell_source(self, event: SourceEvent) -> None:
+        if self._is_started:
+            self.service.source.tell(event)
 
     def was_read(self, ticket: int) -> None:
         """Note that somebody reads under the ticket; any thread may call."""

@@ -2,7 +2,8 @@
 turn's session is offered to the restore, and read from there.
 
     look    asks the peer what it holds, and notes which records it could lend    Tier.PEER
-    read    brings them, verified, all or none
+            or orders them from it, where it is to compute them (orders.py)
+    read    brings them, verified, all or none, as they are computed
 
 Both wait, on the store's threads. A look is a hint: what the peer holds may go before it is read.
 """
@@ -12,19 +13,22 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as NotInTime
 from math import inf
 from threading import Lock
 
 import msgspec
 
-from ownerserve.kv.errors import PeerLost
 from ownerserve.kv.frame import PayloadSection
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import PrefixIs
 from ownerserve.node.transfers.lending import SessionHint
+from ownerserve.node.transfers.orders import Orders
 from ownerserve.node.transfers.service import TransferService
+from ownerserve.node.transfers.target_side import Brought
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.format.model import (
@@ -38,23 +42,31 @@ from ownerserve.store.format.model import (
     Want,
 )
 from ownerserve.transfer.control.events import WantedArtifact
+from ownerserve.transfer.control.messages import NO_TURN
 from ownerserve.transfer.vocabulary import FramePiece
 
 OFFERS_KEPT = 65536
 TOLD_S, TOLD_KEPT = 1.0, 64
 """A peer's word holds so long, for so many prefixes: longer than the looks of one restore take."""
 NO_DIGEST = bytes(32)
+ORDER_SHARE = 2.0
+"""What a peer computes may take so many times as long as it says, or as computing here would."""
+MOST_S = 3600.0
+"""Longer than any bring takes: the control ends each by its own deadlines."""
 
 
 _Asked = tuple[LenderAddress, SessionId, int]
 
 
 class PeerOffer(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """An `PeerOffer` is a record that a peer is said to hold, among the first `tokens` tokens."""
+    """A `PeerOffer` is a record that a peer is said to hold, among the first `tokens` tokens.
+    `turn_id`: its turn computes it, and is ready in `ready_ms`."""
 
     prefix: PeerPrefix
     record: PeerRecord
     tokens: int
+    turn_id: TurnId = NO_TURN
+    ready_ms: float = 0.0
 
 
 class Peers:
@@ -71,16 +83,19 @@ class Peers:
         self.brings: Counter[str] = Counter()
         self.brought_bytes: Counter[str] = Counter()
         self.timings: deque[Loaded] = deque(maxlen=256)
+        self.orders = Orders(service)
         self._service = service
         self._sections = sections
         self._block = block_tokens
         self._offers: OrderedDict[bytes, PeerOffer] = OrderedDict()
         self._told: OrderedDict[_Asked, tuple[PrefixIs | None, float]] = OrderedDict()
+        self._bringing: dict[tuple[bytes, ...], Future[Brought]] = {}
         self._lock = Lock()
 
     def look(self, prefix: PeerPrefix) -> frozenset[bytes]:
         """Return which of the records that the prefix is cut into its peer could lend."""
-        held = self._held(prefix)
+        order = None if prefix.order is None else self.orders.placed(prefix)
+        held = self._held(prefix) if order is None else order.will_hold
         if held is None or not held.tokens:
             self.looks["silent" if held is None else "nothing"] += 1
             return frozenset()
@@ -89,8 +104,11 @@ class Peers:
             self.looks["parted"] += 1  # another prefix, or one that went on since
             return frozenset()
         points = {position // self._block for position in held.points}
+        turn_id, ready_ms = NO_TURN, 0.0
+        if order is not None and order.accepted is not None:
+            turn_id, ready_ms = order.accepted.turn_id, order.accepted.ready_ms
         offers = {
-            id_: PeerOffer(prefix, record, held.tokens)
+            id_: PeerOffer(prefix, record, held.tokens, turn_id, ready_ms)
             for id_, record in prefix.records.items()
             if self._is_held(record, depth, points, grid=prefix.grid_blocks)
         }
@@ -103,6 +121,7 @@ class Peers:
 
     def _held(self, prefix: PeerPrefix) -> PrefixIs | None:
         """Return what the peer says; a restore looks several times, and the peer is asked once."""
+        assert prefix.session_id is not None, "a peer is asked by a session's name"
         key = (prefix.lender, prefix.session_id, prefix.tokens)
         with self._lock:
             told = self._told.get(key)
@@ -132,11 +151,8 @@ class Peers:
         )
         hint = SessionHint(prefix.session_id, prefix.parent, tokens)
         started_s = time.perf_counter()
-        try:
-            brought = self._service.bring(
-                wanted, prefix.lender, hint, compute_ms=prefix.compute_ms or inf
-            )
-        except PeerLost:
+        brought = self._brought(wanted, hint, found[0])
+        if brought is None:
             self.brings["stopped"] += 1
             return ReadMiss(MissReason.CANCELLED, b"")
         self.brings[str(brought.over.end)] += 1
@@ -147,13 +163,46 @@ class Peers:
             return ReadMiss(MissReason.ABSENT, b"")
         took_ms = (time.perf_counter() - started_s) * 1e3
         size = sum(one.bytes for one in wanted)
-        self.timings.append(Loaded(Tier.PEER, size, took_ms))
+        if found[0].turn_id == NO_TURN:  # else its time is the computing's
+            self.timings.append(Loaded(Tier.PEER, size, took_ms))
         self.brought_bytes.update(brought.over.read_bytes)
         parts = tuple(
             ReadPart(_meta(want, one.component), brought.landing.data(one.piece))
             for want, one in zip(wants, wanted, strict=True)
         )
         return ReadHit(parts, str(Tier.PEER))
+
+    def give_up(self, wants: Sequence[Want]) -> None:
+        """Bring these no more, if they are being brought: nobody waits for them."""
+        with self._lock:
+            bringing = self._bringing.get(tuple(want.id for want in wants))
+        if bringing is not None:
+            bringing.cancel()
+
+    def call_off(self, turn_id: TurnId) -> None:
+        """Have nobody compute the turn's prompt any more; no error where nobody does."""
+        self.orders.call_off(turn_id)
+
+    def _brought(
+        self, wanted: tuple[WantedArtifact, ...], hint: SessionHint, offer: PeerOffer
+    ) -> Brought | None:
+        """Bring, and wait for it; None: it was given up, here or with the service."""
+        prefix, may_ms = offer.prefix, offer.prefix.compute_ms or inf
+        if offer.turn_id != NO_TURN:
+            may_ms = ORDER_SHARE * max(may_ms, offer.ready_ms)
+        key = tuple(one.piece.artifact for one in wanted)
+        try:
+            bringing = self._service.bring(
+                wanted, prefix.lender, hint, compute_ms=may_ms, turn_id=offer.turn_id
+            )
+            with self._lock:
+                self._bringing[key] = bringing
+            return bringing.result(MOST_S)
+        except (CancelledError, NotInTime, RuntimeError):  # the last: the loop has ended
+            return None
+        finally:
+            with self._lock:
+                self._bringing.pop(key, None)
 
     def _wanted(self, want: Want, record: PeerRecord) -> WantedArtifact:
         section = self._sections[record.component]

@@ -9,22 +9,23 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
+from contextlib import suppress
 from threading import Thread
 
-from ownerserve.kv.errors import OwnerServeError, PeerLost
+from ownerserve.kv.errors import OwnerServeError
+from ownerserve.kv.ids import TurnId
 from ownerserve.kv.wire.headers import LenderAddress
-from ownerserve.kv.wire.rpc import AskLender, PrefixIs, RpcAnswer
+from ownerserve.kv.wire.rpc import Accepted, AskLender, Nonce, Prefill, PrefixIs, RpcAnswer
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.source_side import SourceSide
 from ownerserve.node.transfers.target_side import Brought, TargetSide
 from ownerserve.transfer.control.events import WantedArtifact
+from ownerserve.transfer.control.messages import NO_TURN
 from ownerserve.transfer.control.target import lend_s
 
 log = logging.getLogger("ownerserve.transfer")
 
 STOP_S = 5.0
-MOST_S = 600.0
-"""Longer than any bring takes: the control ends each by its own deadlines."""
 
 Sides = Callable[[asyncio.AbstractEventLoop], tuple[SourceSide, TargetSide]]
 
@@ -79,16 +80,32 @@ class TransferService:
         hint: SessionHint,
         *,
         compute_ms: float,
-    ) -> Brought:
-        """Bring from a peer, and wait for it; not for the engine's thread. Raises PeerLost where
-        the service ends first."""
-        bringing = asyncio.run_coroutine_threadsafe(
-            self.target.bring(wanted, lender, hint, compute_ms=compute_ms), self._loop
+        turn_id: TurnId = NO_TURN,
+    ) -> Future[Brought]:
+        """Begin to bring from a peer; cancelled, it is given up there too."""
+        bring = self.target.bring(wanted, lender, hint, compute_ms=compute_ms, turn_id=turn_id)
+        return asyncio.run_coroutine_threadsafe(bring, self._loop)
+
+    def order(
+        self, worker: LenderAddress, asked: Prefill, nonce: Nonce, *, compute_ms: float
+    ) -> Accepted | None:
+        """Have a peer compute a prompt, which would take so many ms here; None: it does not. Waits;
+        not for the engine's thread."""
+        within_s = lend_s(compute_ms)
+        ordering = asyncio.run_coroutine_threadsafe(
+            self.target.order(worker, asked, nonce, within_s=within_s), self._loop
         )
         try:
-            return bringing.result(MOST_S)
-        except (asyncio.CancelledError, NotInTime) as error:
-            raise PeerLost("the transfer service has ended") from error
+            return ordering.result(within_s + STOP_S)
+        except NotInTime:
+            ordering.cancel()
+            return None
+
+    def call_off(self, worker: LenderAddress, nonce: Nonce) -> None:
+        """Tell a peer that what was ordered under the nonce is not wanted any more; any thread may
+        call."""
+        with suppress(RuntimeError):  # the loop has ended, and the peer hears nothing more
+            self._loop.call_soon_threadsafe(self.target.call_off, worker, nonce)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

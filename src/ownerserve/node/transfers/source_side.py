@@ -6,6 +6,7 @@ loop's thread but `ask`.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +38,7 @@ from ownerserve.transfer.control.events import (
     TicketStands,
     WakeUp,
 )
-from ownerserve.transfer.control.messages import Lend, LendRefusal, Lent, PeerAnswer
+from ownerserve.transfer.control.messages import Grown, Lend, LendRefusal, Lent, More, PeerAnswer
 from ownerserve.transfer.control.source import TransferSource
 from ownerserve.transfer.movers.digests import Digests, digest_of
 
@@ -51,10 +52,12 @@ OnEngine = Callable[[Callable[[], object]], "Future[object]"]
 
 
 class _Question(NamedTuple):
-    """A question is who waits for an answer, and whether on this host."""
+    """A question is who waits for an answer, and whether on this host; `ticket`: of which lend it
+    asks for more."""
 
     answer: Future[RpcAnswer]
     is_here: bool
+    ticket: int
 
 
 class SourceSide:
@@ -89,7 +92,7 @@ class SourceSide:
 
     def was_read(self, ticket: int) -> None:
         """Note that a mover has read under the ticket; any thread may call."""
-        self._tell(TicketRead(ticket))
+        self.tell(TicketRead(ticket))
 
     def handle(self, event: SourceEvent) -> None:
         """Take an event, and perform what follows."""
@@ -116,7 +119,8 @@ class SourceSide:
             return
         self._questions += 1
         is_here = asked.boot == self._lending.boot
-        self._open[self._questions] = _Question(answer, is_here)
+        ticket = message.ticket if isinstance(message, More) else 0
+        self._open[self._questions] = _Question(answer, is_here, ticket)
         if len(self._open) > QUESTIONS_KEPT:
             _, given_up = self._open.popitem(last=False)
             given_up.answer.set_result(Reject(WorkerRefusal.ENGINE_BUSY))
@@ -151,6 +155,9 @@ class SourceSide:
         memory = b""
         if question.is_here and isinstance(message, Lent):
             memory = self._lending.memory(message.ticket)
+        elif question.is_here and isinstance(message, Grown):
+            ids = {published.piece.artifact for published in message.pieces}
+            memory = self._lending.memory(question.ticket, ids) if ids else b""
         question.answer.set_result(LenderSays(encode_message(message), memory))
 
     def _open_lend(self, effect: OpenLend) -> None:
@@ -159,11 +166,11 @@ class SourceSide:
 
         def told(done: Future[object]) -> None:
             found = None if done.exception() else done.result()
-            self._tell(found if isinstance(found, LendOpened | LendNotOpened) else refused)
+            self.tell(found if isinstance(found, LendOpened | LendNotOpened) else refused)
 
-        opened = self._call(partial(self._lending.open_now, effect, hint))
+        opened = self._call(lambda: self._lending.open(effect, hint, time.monotonic()))
         if opened is None:
-            self._tell(refused)
+            self.tell(refused)
         else:
             opened.add_done_callback(told)
 
@@ -195,9 +202,9 @@ class SourceSide:
 
     def _digested(self, done: Future[SourceEvent]) -> None:
         if not done.cancelled():
-            self._tell(done.result())
+            self.tell(done.result())
 
-    def _tell(self, event: SourceEvent) -> None:
+    def tell(self, event: SourceEvent) -> None:
         """Take the event on the loop's thread; any thread may call."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.handle, event)

@@ -17,16 +17,21 @@ import msgspec
 from ownerserve.kv.addresses import parse_endpoint
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.frame import PayloadSection
+from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.framed import AsyncFramedClient
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import (
     MAX_FRAME_BYTES,
+    NO_NONCE,
+    Accepted,
     AskLender,
     AskPrefix,
+    Cancel,
     LenderSays,
     Nonce,
+    Prefill,
     PrefixIs,
     RpcRequest,
     Said,
@@ -42,6 +47,7 @@ from ownerserve.node.transfers.roads import told_address
 from ownerserve.transfer.control.events import (
     AskPeer,
     BringOver,
+    BringUnwanted,
     BringWanted,
     CancelRead,
     CommitRoom,
@@ -60,7 +66,15 @@ from ownerserve.transfer.control.events import (
     WakeUp,
     WantedArtifact,
 )
-from ownerserve.transfer.control.messages import Lend, Lent, PeerQuestion, ReaderRank
+from ownerserve.transfer.control.messages import (
+    NO_TURN,
+    Grown,
+    Lend,
+    Lent,
+    More,
+    PeerQuestion,
+    ReaderRank,
+)
 from ownerserve.transfer.control.target import TransferTarget
 from ownerserve.transfer.movers.peers import own_name
 from ownerserve.transfer.movers.port import Mover
@@ -69,6 +83,7 @@ from ownerserve.transfer.vocabulary import Read, ReadFailed, ReadFailure, Road
 log = logging.getLogger("ownerserve.transfer")
 
 MEMORIES_KEPT = 256
+ORDER_AGAIN_S = 0.5
 CLOSED = (ReadFailure.PEER_LOST, ReadFailure.UNABLE)
 ALL_OF_IT = (ReaderRank(0, 0, 0),)
 
@@ -147,9 +162,10 @@ class TargetSide:
         hint: SessionHint,
         *,
         compute_ms: float,
+        turn_id: TurnId = NO_TURN,
     ) -> Brought:
-        """Bring all that is wanted, or nothing. Computing it here instead would take
-        `compute_ms`."""
+        """Bring all that is wanted, or nothing: what the lender holds, or its turn of that id
+        computes. It may take `compute_ms`. Cancelled, it is not wanted any more."""
         number = next(self._numbers)
         bring = _Bring(wanted, new_nonce(), self._loop.create_future())
         self._brings[number] = bring
@@ -162,9 +178,33 @@ class TargetSide:
             ranks=ALL_OF_IT,
             roads=self._roads.kinds,
             compute_ms=compute_ms,
+            turn_id=turn_id,
         )
         self._handle(wanted_bring)
-        return await bring.over
+        try:
+            return await bring.over
+        except asyncio.CancelledError:
+            self._handle(BringUnwanted(number))
+            raise
+
+    async def order(
+        self, worker: LenderAddress, asked: Prefill, nonce: Nonce, *, within_s: float
+    ) -> Accepted | None:
+        """Have a peer compute a prompt; None: it does not, and what of it may have begun is called
+        off."""
+        try:
+            said = await self._ask(worker.address, asked, within_s=within_s, nonce=nonce)
+        except InvalidInput as error:  # longer than a frame may be
+            log.info("a prompt is computed here: %s", error)
+            return None
+        if isinstance(said, Accepted):
+            return said
+        self.call_off(worker, nonce)
+        return None
+
+    def call_off(self, worker: LenderAddress, nonce: Nonce) -> None:
+        """Tell a peer that what was ordered under the nonce is not wanted any more."""
+        self._line(worker.address).tell(encode(Cancel(nonce)))
 
     def close(self) -> None:
         """Ask nobody any more, and let no byte come."""
@@ -292,8 +332,11 @@ class TargetSide:
             answer = decode_reply(said.frame) if isinstance(said, LenderSays) else None
         except InvalidInput:
             answer = None
-        if isinstance(answer, Lent) and isinstance(said, LenderSays) and said.memory:
-            self._note_memory(effect.peer.unit, answer.ticket, said.memory)
+        if isinstance(said, LenderSays) and said.memory:
+            if isinstance(answer, Lent):
+                self._note_memory(effect.peer.unit, answer.ticket, said.memory)
+            elif isinstance(answer, Grown) and isinstance(effect.message, More):
+                self._note_memory(effect.peer.unit, effect.message.ticket, said.memory)
         if answer is None:
             self._handle(QuestionLost(effect.question))
         else:
@@ -301,8 +344,10 @@ class TargetSide:
 
     def _note_memory(self, unit: RoutingUnit, ticket: int, data: bytes) -> None:
         """Keep where a lend lies, the last MEMORIES_KEPT of them."""
+        before = self._memory.get((unit, ticket))
         try:
-            self._memory[unit, ticket] = LenderPlaces(data)
+            known = LenderPlaces(data) if before is None else before.joined(data)
+            self._memory[unit, ticket] = known
         except InvalidInput as error:
             log.warning("%s says where it lends, and it can't be: %s", unit.worker, error)
         while len(self._memory) > MEMORIES_KEPT:
@@ -317,9 +362,11 @@ class TargetSide:
         session, parent, tokens = hint
         return AskLender(frame, self._unit, session, parent, tokens, self._boot)
 
-    async def _ask(self, address: str, request: RpcRequest, *, within_s: float) -> Said | None:
-        line = self._line(address)
-        data = await line.ask(encode(request), within_s=within_s, repeat_s=within_s)
+    async def _ask(
+        self, address: str, request: RpcRequest, *, within_s: float, nonce: Nonce = NO_NONCE
+    ) -> Said | None:
+        line, repeat_s = self._line(address), within_s if nonce == NO_NONCE else ORDER_AGAIN_S
+        data = await line.ask(encode(request, nonce), within_s=within_s, repeat_s=repeat_s)
         try:
             return None if data is None else decode_answer(data)
         except InvalidInput:

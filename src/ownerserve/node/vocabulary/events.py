@@ -29,6 +29,15 @@ OperationId = int
 # ---- events
 
 
+class PrefillOrder(msgspec.Struct, frozen=True, eq=False):
+    """A prefill order asks another worker to compute a prompt, which is read from there: the ids of
+    its `tokens`, little-endian uint32, whose state is apart by `cache_salt`."""
+
+    worker: LenderAddress
+    tokens: bytes
+    cache_salt: str = ""
+
+
 class TurnArrived(msgspec.Struct, frozen=True):
     """Event: a turn is here; the engine must not run it before its `Start`."""
 
@@ -44,6 +53,10 @@ class TurnArrived(msgspec.Struct, frozen=True):
     """The session that this one was forked from: it stands on what the parent has left."""
     lender: LenderAddress | None = None
     """`lender` holds more of the prompt, by the gateway's word."""
+    lent_as: SessionId | None = None
+    """The session that `lender` holds it of; None: that of the turn."""
+    order: PrefillOrder | None = None
+    """`order` says who is to compute the prompt, in place of a lender."""
 
 
 class RecordsFound(msgspec.Struct, frozen=True):
@@ -218,16 +231,20 @@ class PeerRecord(NamedTuple):
 class PeerPrefix(msgspec.Struct, frozen=True, eq=False):
     """A `PeerPrefix` is what a peer may hold of a turn's prompt: `records` of its first `tokens`
     tokens by id, cut by a grid of `grid_blocks`, whose blocks have the `digests`. It is looked for
-    at its session, or its parent; to compute all of it takes some `compute_ms`."""
+    at its session, or its parent; to compute all of it takes some `compute_ms`. With an `order` the
+    peer is to compute it for the turn, and may read what this side `has_beginning` of."""
 
     lender: LenderAddress
-    session_id: SessionId
+    session_id: SessionId | None
     parent: SessionId | None
     tokens: int
     digests: Sequence[PrefixHash]
     records: Mapping[bytes, PeerRecord]
     grid_blocks: int
     compute_ms: float
+    turn_id: TurnId
+    order: PrefillOrder | None = None
+    has_beginning: bool = False
 
 
 class FindRecords(msgspec.Struct, frozen=True):
@@ -302,6 +319,13 @@ class Start(msgspec.Struct, frozen=True):
     turn_id: TurnId
 
 
+class CallOffPrefill(msgspec.Struct, frozen=True):
+    """Effect: tell who was ordered to compute the turn's prompt, if anybody was, that it is not
+    waited for any more."""
+
+    turn_id: TurnId
+
+
 class StoreCopy(msgspec.Struct, frozen=True):
     """Effect: copy the bytes of these slots at once and store them as `meta`: one unit a slot, in
     order.
@@ -353,6 +377,7 @@ Effect = (
     | Offer
     | FetchAndFill
     | DropOperation
+    | CallOffPrefill
     | Start
     | StoreCopy
     | Pin
@@ -395,6 +420,8 @@ class RestoreReport(msgspec.Struct, frozen=True):
     brought_tokens: int = 0
     """Tokens that are at hand because of the load; those before were so without it."""
     misses: int = 0
+    is_ordered: bool = False
+    """Whether another worker computed some of what was loaded, for this turn."""
 
     @property
     def is_trial(self) -> bool:

@@ -226,6 +226,16 @@ class StoreService:
         for thread in self._threads:
             thread.start()
 
+    def add_readers(self, readers: int) -> None:
+        """Read on so many threads more, where reads wait long for others than a medium."""
+        added = [
+            Thread(target=self._reader, name=f"store-read-{len(self._threads) + n}", daemon=True)
+            for n in range(readers)
+        ]
+        self._threads[:0] = added  # the writer's stays the last
+        for thread in added:
+            thread.start()
+
     def submit_find(self, ids: Sequence[bytes], *, deadline_s: float | None = None) -> Ticket:
         """Ask for a find. The answer is a mapping of what is there; an empty one when late."""
         ids = tuple(ids)
@@ -329,9 +339,9 @@ class StoreService:
                 raise KeyError(f"ticket {ticket} was answered or cancelled")
             return NotYet()
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: Ticket) -> Abandoned | None:
         """Give up a ticket: nobody will poll it. Work not begun is not begun; an unseen hold is
-        undone.
+        undone. Returns the work that nobody waits for any more, if that is so.
         """
         with self._changed:
             abandoned = self._flights.cancel(ticket)
@@ -342,6 +352,7 @@ class StoreService:
             if isinstance(unseen, Reservation):  # the tier may be waiting for its medium: not here
                 self._undoing += 1
                 self._write_jobs.put(_Job(Flight(0), partial(self._undone, unseen), {}))
+            return abandoned
 
     def drain(self, timeout_s: float = DRAIN_S) -> bool:
         """Wait until nothing is in the air; returns False when that took too long."""

@@ -43,7 +43,9 @@ from ownerserve.kv.wire.rpc import (
     AskLine,
     AskPrefix,
     Commit,
+    EndPrefill,
     ListHeld,
+    Prefill,
     Probe,
     Reject,
     Release,
@@ -236,7 +238,7 @@ class TurnAdmission:
                 raise AssertionError("the loop answers it")
             case AskLine():
                 return Reject(WorkerRefusal.MALFORMED)  # each answer of this engine says it
-            case AskPrefix() | AskLender():
+            case AskPrefix() | AskLender() | Prefill() | EndPrefill():
                 return Reject(WorkerRefusal.MALFORMED)  # nothing is lent here
 
     def standing(self) -> Standing:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 import msgspec
@@ -61,6 +62,7 @@ from ownerserve.engines.hf.scheduling.requests import (
     RequestFailed,
     RequestFinished,
     Sampled,
+    Stopping,
     StreamEvent,
 )
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
@@ -73,7 +75,7 @@ from ownerserve.engines.hf.scheduling.step import (
     StepPlan,
 )
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import Tier, execution_mode, lost_tokens
+from ownerserve.kv.messages import ExecutionMode, Tier, execution_mode, lost_tokens
 from ownerserve.kv.prefix import TOKEN_BYTES, PrefixSalt
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
@@ -92,6 +94,7 @@ from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.ownership import Owning, SessionLeft, TurnCame, TurnLeft, Unowned
 from ownerserve.node.runtime.busy import BusyMeter
 from ownerserve.node.runtime.refill import RefillGauge
+from ownerserve.node.transfers.prefills import NoPrefills, OrderedPrompt, Prefills
 from ownerserve.node.vocabulary.chains import KnownSessions, PromptPrefix, prefix_of
 
 # ---- taking turns in
@@ -174,6 +177,11 @@ class RunnerPort(Protocol):
     """A `RunnerPort` is what a step needs of `runner.ModelRunner`."""
 
     device: torch.device
+
+    @property
+    def vocab_size(self) -> int:
+        """`vocab_size` counts the tokens that the model knows."""
+        ...
 
     def apply(self, effects: Sequence[Effect]) -> None:
         """Perform the cache's effects in order."""
@@ -258,6 +266,8 @@ class StepLoop:
         self._computed_s = 0.0
         self._busy = BusyMeter(time.monotonic())
         self._refill = self._refill_gauge()
+        self._prefills: Prefills | NoPrefills = NoPrefills()
+        self._prefills_begun = 0
         self.latest = self._load()
         self.step_s = 0.0
         """What the last step took."""
@@ -291,6 +301,7 @@ class StepLoop:
         try:
             while self._drain():
                 self._restoring.poll()
+                self._prefills.poll(time.monotonic())
                 if self._scheduler.has_work:
                     self._step(deliver)
                 self._hand_out(deliver)
@@ -303,6 +314,14 @@ class StepLoop:
             self._restoring.close(within_s=within_s)
             self.ownership.close(within_s=within_s)
 
+    def serve_peers(self, prefills: Prefills) -> None:
+        """Compute prompts for other workers too; call it before `run`."""
+        self._prefills = prefills
+
+    def _prefill_wait_s(self) -> float | None:
+        due_s = self._prefills.next_due()
+        return None if due_s == inf else max(0.0, due_s - time.monotonic())
+
     # ---- commands
 
     def _drain(self) -> bool:
@@ -310,7 +329,11 @@ class StepLoop:
         if self._scheduler.has_work:
             command = self.inbox.take_ready()
         else:
-            waits = (self._restoring.wait_s(), self._turn_admission.wait_s())
+            waits = (
+                self._restoring.wait_s(),
+                self._turn_admission.wait_s(),
+                self._prefill_wait_s(),
+            )
             command = self.inbox.take(min((s for s in waits if s is not None), default=None))
         while command is not None:
             if isinstance(command, StopLoop):
@@ -377,7 +400,8 @@ class StepLoop:
         let_go = self._turn_admission.answer(asked)
         return let_go if asked.epoch is None else given_up
 
-    def _submit(self, submit: Submit) -> None:
+    def _submit(self, submit: Submit) -> RequestRejected | None:
+        """Take a request in; return why not, where it is refused."""
         self._intake.start()
         request = submit.request
         turn_ids = _turn_ids(request)
@@ -394,12 +418,13 @@ class StepLoop:
                     session_id=request.session_id,
                     order=answer.order,
                     is_promised=answer.is_promised,
+                    begins=request.begins,
                 )
             )
         if isinstance(answer, RequestRejected):
             self._emit(request.request_id, RequestFailed(answer.reason, answer.message))
             self._metrics.refused(answer.reason)
-            return
+            return answer
         self._restoring.arrived(turn_ids[0], request, prompt)
         if request.is_named and request.session_id is not None:
             name = SessionId(request.session_id)
@@ -416,10 +441,53 @@ class StepLoop:
                 Sampler(request, i, self._runner.device),
             )
         self._intake.submitted(request.request_id)
+        return None
+
+    # ---- prompts computed for others (node.transfers.prefills.PrefillEngine)
+
+    def begin_prefill(self, ordered: OrderedPrompt) -> TurnId | WorkerRefusal:
+        """Queue a prompt that another worker reads; called on the engine's thread."""
+        self._prefills_begun += 1
+        request = EngineRequest(
+            request_id=f"prefill-{self._prefills_begun}",
+            prompt=ordered.prefix.plain(0, ordered.prefix.count),
+            stopping=Stopping(max_tokens=0),
+            prefix=ordered.prefix,
+            begins=ordered.whole_tokens,
+            cache_salt=ordered.cache_salt,
+            bring_from=ordered.source,
+            lent_as=ordered.lent_as,
+        )
+        if max(request.prompt) >= self._runner.vocab_size:
+            return WorkerRefusal.MALFORMED
+        rejected = self._submit(Submit(request, time.monotonic()))
+        return _turn_ids(request)[0] if rejected is None else rejected.reason
+
+    def abort_prefill(self, turn_id: TurnId) -> None:
+        """Give up a prompt that nobody reads any more; called on the engine's thread."""
+        self._abort(turn_id.removesuffix(".0"))
+
+    def prefill_ms(self, tokens: int) -> float:
+        """Return in how many ms so many tokens more would be computed, behind all that waits."""
+        pending = self._scheduler.load().pending_prefill_tokens
+        return self._measuring.costs.prices().prefill.ms(pending + tokens, 0)
+
+    def _prefilled(self, plan: StepPlan) -> None:
+        """Tell how far the step has come with prompts that others read, and end those that are
+        computed."""
+        for chunk in plan.chunks:
+            self._prefills.computed(chunk.turn_id, chunk.start + len(chunk.tokens))
+        over = [chunk.turn_id for chunk in plan.chunks if chunk.ends_turn]
+        for turn_id in over:
+            self._prefills.over(turn_id)
+            self._forget(turn_id.removesuffix(".0"))
+            self._metrics.finished("prefilled")
+        self._restoring.ended(over)
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id, time.monotonic())
         self._restoring.gone(TurnId(f"{request_id}.0"))
+        self._prefills.over(TurnId(f"{request_id}.0"))
         if self._forget(request_id):
             self._metrics.finished("aborted")
             self.latest = self._load()
@@ -469,6 +537,7 @@ class StepLoop:
         self.latest = self._load()
         took_s = time.monotonic() - started_s
         self._measuring.stepped(plan, took_s * 1e3)
+        self._prefilled(plan)
         self._metrics.generated(len(sampled))
         self._metrics.step(
             _kind(plan),
@@ -480,6 +549,7 @@ class StepLoop:
     def _announce(self, plan: StepPlan) -> None:
         for admission in plan.admitted:
             self._measuring.admitted(admission)
+            self._prefills.began(admission.turn_id, max(admission.restored, admission.floor))
             if not admission.again and admission.request_id in self._live:
                 self._admitted(admission)
         for request_id in plan.failed:
@@ -488,6 +558,7 @@ class StepLoop:
             self._emit(request_id, RequestFailed(reason, message))
             self._forget(request_id)
             self._restoring.gone(TurnId(f"{request_id}.0"))
+            self._prefills.over(TurnId(f"{request_id}.0"))
             self._metrics.refused(reason)
         self._metrics.preempted(len(plan.preempted))
 
@@ -502,7 +573,9 @@ class StepLoop:
         brought = self._restoring.began(admission)
         admitted = Admitted(
             restored,
-            execution_mode(known, kept, brought.tokens),
+            ExecutionMode.REMOTE_PREFILL
+            if brought.is_ordered
+            else execution_mode(known, kept, brought.tokens),
             kept - restored,
             restore=brought.restore,
             plan=brought.plan,

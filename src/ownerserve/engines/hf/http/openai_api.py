@@ -123,7 +123,7 @@ class TurnHeaders(msgspec.Struct, frozen=True):
     session, which can be owned then; `parent` is the session that it was forked from, `group` names
     sessions that share a head, `epoch` is the highest that is known of its owner, `version` how
     many turns its owners are known to have finished, `bring_from` who lends what it holds
-    of the prompt."""
+    of the prompt, `decode_from` who is to compute it."""
 
     session_id: str | None = None
     is_final: bool = False
@@ -135,6 +135,7 @@ class TurnHeaders(msgspec.Struct, frozen=True):
     epoch: Epoch | None = None
     version: int = 0
     bring_from: LenderAddress | None = None
+    decode_from: LenderAddress | None = None
 
 
 def parse_body(data: bytes, body_type: type[B]) -> B:
@@ -224,6 +225,7 @@ def make_request(
         reservation=turn.reservation,
         is_judged=turn.is_judged,
         bring_from=turn.bring_from,
+        decode_from=turn.decode_from,
         cache_salt=_salt(body, facts),
     )
 
@@ -255,6 +257,7 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> Tu
             epoch=line.epoch,
             version=line.version or 0,
             bring_from=line.bring_from,
+            decode_from=line.decode_from,
         )
     session_id = headers.get(ENGINE_SESSION_HEADER)
     if session_id and len(session_id) > MAX_SESSION_ID:

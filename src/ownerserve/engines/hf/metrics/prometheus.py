@@ -86,7 +86,7 @@ class WorkerMetrics:
         self._outcomes.labels(reason.value).inc()
 
     def finished(self, outcome: str) -> None:
-        """Count a request that ended: stop, length or aborted."""
+        """Count a request that ended: stop, length, aborted, or prefilled (for another worker)."""
         self._outcomes.labels(outcome).inc()
 
     def first_token(self, after_s: float) -> None:

@@ -42,11 +42,25 @@ class TransferCollector(Collector):
             " needed the room), cancelled, or why nothing was lent.",
             labels=["end"],
         )
+        orders = CounterMetricFamily(
+            "ownerserve_prefill_orders",
+            "Prompts that peers were asked to compute for this worker: accepted, refused, late"
+            " (the peer would be ready too late).",
+            labels=["answer"],
+        )
+        prefills = CounterMetricFamily(
+            "ownerserve_prefills_for_peers",
+            "Prompts that this worker was asked to compute for others: accepted, and of those: read"
+            " (whole), left (before it was whole), called_off, unasked; or why it refused.",
+            labels=["end"],
+        )
         for family, values in (
             (looks, counts.looks),
             (brings, counts.brings),
             (brought, counts.brought_bytes),
             (lends, counts.lends),
+            (orders, counts.orders),
+            (prefills, counts.prefills),
         ):
             for value, count in sorted(values.items()):
                 family.add_metric([value], count)

@@ -23,11 +23,14 @@ from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import AdmittedPrompt, Chunk, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
+from ownerserve.kv.prefix import pack
+from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
 from ownerserve.node.restore.sources import LOADS, Walks
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.vocabulary.chains import Chains, PromptPrefix
 from ownerserve.node.vocabulary.events import (
+    PrefillOrder,
     RestoreOutcome,
     RestoreReport,
     SessionOver,
@@ -88,7 +91,7 @@ class SchedulerObserver:
             goes_on = chunk.start == prompt.computed
             prompt.is_measured = prompt.is_measured and is_alone and goes_on
             _add(prompt, chunk, took_ms)
-            if chunk.sample_for:
+            if chunk.sample_for or chunk.ends_turn:
                 self._done(self._prompts.pop(chunk.turn_id), chunk)
 
     def forget(self, turn_ids: Iterable[TurnId]) -> None:
@@ -123,11 +126,12 @@ STOP_WITHIN_S = 5.0
 
 class RestoreSummary(msgspec.Struct, frozen=True):
     """A `RestoreSummary` tells what brought a turn's state: how many tokens, the actions taken, and
-    the plan that was priced."""
+    the plan that was priced. `is_ordered`: another worker computed it for the turn."""
 
     tokens: int = 0
     restore: str = ""
     plan: str = ""
+    is_ordered: bool = False
 
 
 class Restoring(Protocol):
@@ -279,6 +283,10 @@ def _name_answer(chains: Chains, residents: ResidentState, session_id: SessionId
         chains.digests(tokens, session_id)
 
 
+def _order(worker: LenderAddress, prompt: PromptPrefix, cache_salt: str) -> PrefillOrder:
+    return PrefillOrder(worker, pack(prompt.plain(0, prompt.count)), cache_salt)
+
+
 class _Turn(msgspec.Struct, eq=False):
     """A `_Turn` keeps a turn's times, in seconds of the loop's clock, and what was restored."""
 
@@ -326,6 +334,7 @@ class WithNode:
         session = SessionId(request.session_id) if request.session_id else None
         self._turns[turn_id] = _Turn(session, count, backlog, now)
         self._scheduler.hold(turn_id)
+        worker = request.decode_from
         event = TurnArrived(
             turn_id,
             session,
@@ -334,6 +343,8 @@ class WithNode:
             hashed=prompt.hashed,
             parent=request.parent,
             lender=request.bring_from,
+            lent_as=request.lent_as,
+            order=None if worker is None else _order(worker, prompt, request.cache_salt),
         )
         self._start(self._node.handle(event, now))
 
@@ -366,10 +377,10 @@ class WithNode:
             return RestoreSummary()
         turn.began_s = time.monotonic()
         turn.restored = admission.restored
-        actions, plan, tokens = list[RestoreAction](), "", 0
+        actions, plan, tokens, is_ordered = list[RestoreAction](), "", 0, False
         kept = max(admission.restored, admission.floor)
         if kept and turn.report is not None and turn.report.outcome is RestoreOutcome.LOADED:
-            tokens = turn.report.brought_tokens
+            tokens, is_ordered = turn.report.brought_tokens, turn.report.is_ordered
             assert turn.report.plan is not None
             plan = summary(turn.report.plan)
             actions += [s.action for s in turn.report.plan.chosen.steps if s.action in LOADS]
@@ -380,7 +391,7 @@ class WithNode:
             actions.append(RestoreAction.REPLAY)
         actions.append(RestoreAction.PREFILL)
         self._metrics.acted(actions)
-        return RestoreSummary(tokens, " + ".join(dict.fromkeys(actions)), plan)
+        return RestoreSummary(tokens, " + ".join(dict.fromkeys(actions)), plan, is_ordered)
 
     def computed(self, plan: StepPlan) -> None:
         """Count the tokens that a step's forwards have sampled; time the prompts that got their

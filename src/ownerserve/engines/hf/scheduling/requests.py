@@ -68,7 +68,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `is_judged` is refused at its arrival when it would wait for long; others take their chance.
     `prefix`: the prompt's digests, where somebody has made them on the way. State is shared by
     those of one `cache_salt` alone, and by those who have none. `bring_from` is who lends
-    what it holds of the prompt.
+    what it holds of the prompt, of the session `lent_as` where that is another; `decode_from` is
+    who is to compute it. One that `begins` a prompt of so many tokens is computed for another
+    worker: in the pieces of that prompt, without an answer.
     """
 
     request_id: str
@@ -86,6 +88,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     reservation: int | None = None
     is_judged: bool = False
     bring_from: LenderAddress | None = None
+    lent_as: SessionId | None = None
+    decode_from: LenderAddress | None = None
+    begins: int = 0
     prefix: PromptPrefix | None = None
     cache_salt: str = ""
 

@@ -9,6 +9,7 @@ which token was sampled and whether it ended a choice are told.
     WAITING    plan: begin + room for the first chunk           nothing
                plan: can never fit                              -> failed
     PREFILL    step_done of the chunk that ends the prompt      path lock, slots, state block
+                 (a prompt that only begins another one is over with it)
                plan: no room and it is the youngest             -> WAITING (preempted)
     DECODE     step_done with an ended choice                   the same
                plan: no room and it is the youngest             -> WAITING (preempted)
@@ -73,7 +74,8 @@ class Sequence(msgspec.Struct):
     A held one waits for state and is not admitted. Below `write_floor` range state is kept: what
     is computed there is a replay. State is kept at `checkpoints` where a chunk ends there; one at
     risk of preemption keeps it at the next chunk's end. It may grow to `most_tokens`; a
-    promised one was given its room beforehand.
+    promised one was given its room beforehand. One that `begins` a prompt of so many tokens is
+    computed in the pieces of that, and nothing is sampled for it.
     """
 
     turn_id: TurnId
@@ -94,6 +96,7 @@ class Sequence(msgspec.Struct):
     is_promised: bool = False
     is_at_risk: bool = False
     intake: Intake = Intake.BEGIN
+    begins: int = 0
 
     @property
     def length(self) -> int:
@@ -268,6 +271,7 @@ class Scheduler:
                 siblings=tuple(siblings),
                 most_tokens=longest,
                 is_promised=arrival.is_promised,
+                begins=arrival.begins,
             )
         )
         return QueuedPrompt()
@@ -332,7 +336,9 @@ class Scheduler:
             if self._keeps(sequence):
                 sequence.is_at_risk = False
                 effects += self._cache.snapshot(sequence.turn_id, now)
-            if chunk.sample_for:
+            if chunk.ends_turn:
+                self._leave(sequence, now)
+            elif chunk.sample_for:
                 effects += self._fork_siblings(sequence, tokens, ended, now=now)
                 self._take(sequence, tokens[sequence.turn_id], ended, now=now)
         for row in plan.rows:
@@ -386,22 +392,23 @@ class Scheduler:
             self._add_chunk(sequence, end, plan)
 
     def _add_chunk(self, sequence: Sequence, end: int, plan: StepPlan) -> None:
-        last = end == sequence.length
+        last, samples = end == sequence.length, not sequence.begins
         plan.chunks.append(
             Chunk(
                 turn_id=sequence.turn_id,
                 table=self._cache.table(sequence.turn_id),
                 tokens=sequence.span(sequence.computed, end),
                 start=sequence.computed,
-                sample_for=(sequence.turn_id, *sequence.siblings) if last else (),
+                sample_for=(sequence.turn_id, *sequence.siblings) if last and samples else (),
                 write_floor=sequence.write_floor,
+                ends_turn=last and not samples,
             )
         )
 
     def _next_end(self, sequence: Sequence) -> int:
         return chunk_end(
             sequence.computed,
-            sequence.length,
+            sequence.begins or sequence.length,
             block=self._block,
             chunk=self._limits.chunk_tokens,
         )
@@ -569,8 +576,11 @@ class Scheduler:
         """Give a sequence its next token: it decodes on, or its choice is over."""
         sequence.said.append(token)
         sequence.phase = SequencePhase.DECODE
-        if sequence.turn_id not in ended:
-            return
+        if sequence.turn_id in ended:
+            self._leave(sequence, now)
+
+    def _leave(self, sequence: Sequence, now: float) -> None:
+        """End a sequence that is done."""
         self._cache.finish(sequence.turn_id, now, tip=sequence.tip())
         self._running.remove(sequence)
         self._starved = False

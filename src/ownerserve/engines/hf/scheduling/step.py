@@ -121,7 +121,9 @@ class RequestArrival(msgspec.Struct, frozen=True, kw_only=True):
     prompt.
 
     `order`: where it stands among arrivals; None: behind all that came before. A place and its room
-    were promised to one that `is_promised`.
+    were promised to one that `is_promised`. `begins`: the prompt is the beginning of one of so many
+    tokens, is computed in the same pieces as that one, and nothing is sampled behind it; 0: it is
+    a prompt of its own.
     """
 
     request_id: str
@@ -131,6 +133,7 @@ class RequestArrival(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str | None = None
     order: int | None = None
     is_promised: bool = False
+    begins: int = 0
 
 
 class QueuedPrompt(msgspec.Struct, frozen=True):
@@ -149,7 +152,8 @@ class Chunk(msgspec.Struct, frozen=True):
     """A `Chunk` is an order to compute `tokens` at positions `start`, ... and to sample the last
     logits for `sample_for`.
 
-    `sample_for` is empty unless the chunk ends its prompt; then it names every choice of it.
+    `sample_for` is empty unless the chunk ends its prompt; then it names every choice of it. A
+    chunk that `ends_turn` ends a prompt behind which nothing is sampled, and its turn with it.
     Range state below `write_floor` is read and not written.
     """
 
@@ -159,6 +163,7 @@ class Chunk(msgspec.Struct, frozen=True):
     start: int
     sample_for: tuple[TurnId, ...]
     write_floor: int = 0
+    ends_turn: bool = False
 
 
 class PlannedToken(msgspec.Struct, frozen=True):

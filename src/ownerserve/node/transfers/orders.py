@@ -1,0 +1,101 @@
+"""Orders are prompts that other workers compute for the turns of this one.
+
+    placed ── accepted ──> read, as any peer's state is ──> called off with the turn's start
+       └───── refused, silent, too late: the turn computes its prompt here
+
+Any thread may call. Each turn has one order, however often it is looked for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from threading import Lock
+
+import msgspec
+
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.rpc import Accepted, Nonce, Prefill, PrefixIs, new_nonce
+from ownerserve.node.transfers.service import TransferService
+from ownerserve.node.vocabulary.events import PeerPrefix, PrefillOrder
+
+log = logging.getLogger("ownerserve.transfer")
+
+LATE_SHARE = 4.0
+"""A peer that is ready only after so many times what computing here takes is not waited for."""
+
+
+class PlacedOrder(msgspec.Struct, frozen=True, eq=False):
+    """A `PlacedOrder` is what was asked of whom, and what was answered; `accepted` None: nobody
+    computes it."""
+
+    worker: LenderAddress
+    nonce: Nonce
+    accepted: Accepted | None
+
+    @property
+    def will_hold(self) -> PrefixIs | None:
+        """What the peer will hold of the prompt; None: nothing of it."""
+        if self.accepted is None:
+            return None
+        tokens = self.accepted.tokens
+        return PrefixIs(tokens, (tokens,), self.accepted.tip)
+
+
+class Orders:
+    """`Orders` owns the orders of the turns that are here. `own`: where this worker's peers reach
+    it, to read what a session has here; None: they can't. `counts` says what came of them: metric
+    labels."""
+
+    def __init__(self, service: TransferService) -> None:
+        self.counts: Counter[str] = Counter()
+        self.own: LenderAddress | None = None
+        self._service = service
+        self._placed: dict[TurnId, PlacedOrder] = {}
+        self._under_way: dict[TurnId, bool] = {}
+        """Whether a turn whose order has not been answered yet still waits for it."""
+        self._lock = Lock()
+
+    def placed(self, prefix: PeerPrefix) -> PlacedOrder:
+        """Return the order for the turn of `prefix`, placed where it was not. Waits."""
+        with self._lock:
+            before = self._placed.get(prefix.turn_id)
+            if before is None:
+                self._under_way[prefix.turn_id] = True
+        if before is not None:
+            return before
+        assert prefix.order is not None
+        worker, nonce = prefix.order.worker, new_nonce()
+        asked = self._asked(prefix.order, prefix)
+        accepted = self._service.order(worker, asked, nonce, compute_ms=prefix.compute_ms)
+        if accepted is not None and accepted.ready_ms > LATE_SHARE * prefix.compute_ms:
+            self._service.call_off(worker, nonce)
+            self.counts["late"] += 1
+            accepted = None
+        else:
+            self.counts["refused" if accepted is None else "accepted"] += 1
+        order = PlacedOrder(worker, nonce, accepted)
+        with self._lock:
+            is_wanted = self._under_way.pop(prefix.turn_id)
+            if is_wanted:
+                self._placed[prefix.turn_id] = order
+        if not is_wanted and accepted is not None:
+            self._service.call_off(worker, nonce)
+        return order
+
+    def _asked(self, order: PrefillOrder, prefix: PeerPrefix) -> Prefill:
+        """Return what is asked, with where the beginning of the prompt is to be had."""
+        source = self.own if prefix.has_beginning else None
+        session_id = None if source is None else prefix.session_id
+        return Prefill(order.tokens, order.cache_salt, session_id, source)
+
+    def call_off(self, turn_id: TurnId) -> None:
+        """Forget the turn's order, and tell who computes: it is done with. One without is no
+        error."""
+        with self._lock:
+            order = self._placed.pop(turn_id, None)
+            if turn_id in self._under_way:
+                self._under_way[turn_id] = False
+        if order is not None and order.accepted is not None:
+            self._service.call_off(order.worker, order.nonce)
