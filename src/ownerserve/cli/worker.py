@@ -18,6 +18,7 @@ from ownerserve.directory.opening import opener_of
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.listening import LOOPBACK, RPC, TRANSFER, WORKER, Protection, check_reach
 from ownerserve.kv.units import format_bytes, parse_bytes
+from ownerserve.kv.wire.status import ROLES
 
 if TYPE_CHECKING:
     from ownerserve.engines.hf.build import HfWorker, WorkerOptions
@@ -244,6 +245,17 @@ if TYPE_CHECKING:
     help="What the worker calls itself, unlike any other of its fleet. Default: the HOST:PORT at"
     " which it serves.",
 )
+@click.option(
+    "--role",
+    type=click.Choice(ROLES),
+    default=ROLES[0],
+    show_default=True,
+    help="Which part of turns gateways send it: prefill computes prompts for others (and answers"
+    " nobody), decode runs turns whose prompts others may compute, hybrid does both. Prompts are"
+    " computed apart between workers with --store, --host-cache or --remote. It serves whatever is"
+    " sent to it all the same, and is given another role while it is idle:"
+    ' POST /ownerserve/role {"role": "decode"}.',
+)
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option(
     "--directory",
@@ -346,20 +358,22 @@ def _serve(
 
     def on_ready() -> None:
         if transfers is not None:
-            transfers.start(worker.engine.between_steps)
+            transfers.start(worker.engine.between_steps, rpc=rpc.address)
         call = worker.engine.call
         answer = call if transfers is None else transfers.answering(call)
         rpc.start(answer, step_s=worker.engine.step_s)
         banner = f"{_banner(url, worker, options)}\n  RPC at {rpc.address}"
         console_for(json_target).print(banner, highlight=False, soft_wrap=True)
         report = _report(url, worker, options) | {"worker": worker_id, "rpc": rpc.address}
+        report["role"] = str(flags["role"])
         report["transfer"] = None if transfers is None else transfers.address
         write_json(json_target, "worker", report)
         ready_file = flags["ready_file"]
         if isinstance(ready_file, Path):
             write_ready_file(ready_file, url)
 
-    serve(make_app(worker, rpc=rpc.address), bound, on_ready=on_ready)
+    app = make_app(worker, rpc=rpc.address, role=str(flags["role"]))
+    serve(app, bound, on_ready=on_ready)
 
 
 def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
