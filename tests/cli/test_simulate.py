@@ -273,8 +273,7 @@ def test_what_is_modelled_and_not_yet_built_is_listed(
 ) -> None:
     inside(monkeypatch, *SMALL[:-1], "ear", "--engine-abilities", "ideal", "--json", "-")
     body = json.loads(capsys.readouterr().out)
-    lacking = set(body["engine_abilities"]["modelled_not_built"])
-    assert {"state_migration", "artifact_fetch", "remote_prefill"} <= lacking
+    assert body["engine_abilities"]["modelled_not_built"] == ["overlap=layerwise"]
 
 
 def test_a_policy_that_no_such_engine_can_carry_out_names_the_mend(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import permutations
 
 import msgspec
 import pytest
 
 from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.plan.cost.prices import Medium
 from ownerserve.router.decision import RoutingRequest, TurnClass
-from ownerserve.router.pricing import PlacementPricer, options_at, peer_copy, stored_copy
+from ownerserve.router.pricing import (
+    PlacementPricer,
+    options_at,
+    peer_copy,
+    prefills_for,
+    stored_copy,
+)
 from ownerserve.router.settings import PRIOR, Settings, derive
-from ownerserve.router.worker import DEFAULT_SPEED, Profile, Worker
+from ownerserve.router.worker import DEFAULT_SPEED, EVERY_ACTION, EVERY_ENGINE, Profile, Worker
 from tests.support.router.fleets import (
     ABLE,
     GIB,
@@ -26,6 +34,7 @@ from tests.support.router.fleets import (
 )
 
 FREE = Settings(memory_ms_per_gib=0.0, duplicate_ms_per_gib=0.0, interference=0.0)
+_APART = PlacementAction.REMOTE_PREFILL
 WEIGHED = Settings(memory_ms_per_gib=100.0, duplicate_ms_per_gib=10.0, interference=0.5)
 
 
@@ -111,11 +120,52 @@ def test_prefill_apart_spares_the_decoding_worker() -> None:
     decode, prefill = pair()
     load(decode, pending=5000, sequences=10)
     option = PlacementPricer(WEIGHED).apart(request(20_000), decode, prefill)
-    assert (option.queue_ms, option.interference_ms) == (0.0, 0.0)
+    assert option.queue_ms == 0.0
+    assert option.interference_ms == pytest.approx(0.5 * 0.01 * 11), "of the prompt's end alone"
     assert option.network_ms == pytest.approx(20_000 * 1000 / 5e6)
     on_the_spot = PlacementPricer(WEIGHED).local(request(20_000), decode)
     assert on_the_spot.interference_ms == pytest.approx(0.5 * 200.0 * 11)
     assert option.total_ms < on_the_spot.total_ms
+
+
+def test_a_prompt_computed_apart_waits_for_both_and_its_end_is_computed_on_the_spot() -> (
+    None
+):
+    decode, prefill = pair()
+    load(prefill, pending=3000)
+    apart = partial(PlacementPricer(FREE).apart, request(20_000), decode, prefill)
+    assert apart().queue_ms == pytest.approx(30.0)
+    assert apart().compute_ms == pytest.approx(200.0 + 0.01 + 100.0)  # and 100 steps of 1 ms
+    load(decode, pending=20_000)  # over when the state comes, 30 + 200 + 4 ms later
+    assert apart().queue_ms == pytest.approx(30.0)
+    load(decode, pending=10_000)
+    assert apart().queue_ms == pytest.approx(30.0 + 300.0 - 234.0)
+
+
+def test_bytes_come_at_the_pace_that_the_reader_has_measured() -> None:
+    reads = msgspec.structs.replace(SPEED, media={**SPEED.media, Tier.PEER: Medium(2.0, 1e6)})
+    decode, prefill = fleet_of(Profile(speed=reads, actions=EVERY_ACTION), ABLE)
+    option = PlacementPricer(FREE).apart(request(20_000), decode, prefill)
+    assert option.network_ms == pytest.approx(2.0 + 20_000 * 1000 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("reads", "lends", "is_able"),
+    [
+        ((_APART,), {Tier.DEVICE}, True),
+        ((), {Tier.DEVICE}, False),  # nobody can send it state
+        ((_APART,), set(), False),  # a worker of ours without a node lends nothing
+    ],
+)
+def test_who_computes_for_another_sends_and_is_read(
+    reads: tuple[PlacementAction, ...], lends: set[Tier], *, is_able: bool
+) -> None:
+    decode, prefill = fleet_of(
+        Profile(speed=SPEED, actions=EVERY_ENGINE | set(reads)),
+        Profile(speed=SPEED, actions=EVERY_ENGINE, lends=frozenset(lends)),
+    )
+    assert prefills_for(prefill, decode) is is_able
+    assert not prefills_for(decode, decode)
 
 
 def test_the_defaults_come_out_of_the_procedure() -> None:

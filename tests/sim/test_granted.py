@@ -8,14 +8,15 @@ import msgspec
 import pytest
 
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.registry import build_spec
 from ownerserve.kv.registry.source import find_config, read_config
+from ownerserve.node.runtime.stating import actions_of
 from ownerserve.plan.inputs import ENGINES
 from ownerserve.plan.window_replay import why_no_window_replay
-from ownerserve.router.worker import EVERY_ENGINE
+from ownerserve.router.worker import EVERY_ACTION, EVERY_ENGINE
 from ownerserve.sim.build import BaselineParts
-from ownerserve.sim.config.granted import granted
+from ownerserve.sim.config.granted import OF_PEERS, granted
 from ownerserve.sim.config.setup import SimSetup, Tiers
 from ownerserve.sim.run import simulate
 from ownerserve.sim.workload import Capped, WorkloadShape
@@ -32,11 +33,13 @@ def test_the_sets_are_what_engines_state_and_ideal_names_what_none_does() -> Non
         told = granted(name)  # type: ignore[arg-type]
         assert told.planner is ENGINES[name] and told.not_built == ()
         assert told.actions >= EVERY_ENGINE
-        assert PlacementAction.STATE_MIGRATION not in told.actions
+        assert (told.actions >= OF_PEERS) is (name == "hf")
+        alone = granted(name, tiers=frozenset())  # type: ignore[arg-type]
+        assert alone.actions == EVERY_ENGINE, "without a tier a worker of ours has no node"
+    assert granted("hf").actions == set(actions_of((Tier.HOST, Tier.PEER)))
     ideal = granted("ideal")
-    assert set(ideal.not_built) == {
-        "artifact_fetch", "remote_prefill", "state_migration", "overlap=layerwise",
-    }  # fmt: skip
+    assert set(ideal.not_built) == {"overlap=layerwise"}
+    assert ideal.actions == EVERY_ACTION
 
 
 @pytest.mark.parametrize(("abilities", "moves"), [("ideal", True), ("hf", False), ("vllm", False)])
@@ -111,6 +114,7 @@ def test_what_vllm_can_not_replay_is_refused_with_the_mend() -> None:
 def test_what_is_granted_is_part_of_what_is_told() -> None:
     told = granted("ideal").told()
     assert told["planner"] == msgspec.to_builtins(ENGINES["ideal"])
-    assert "state_migration" in told["actions"] and "state_migration" in told["modelled_not_built"]
+    assert "state_migration" in told["actions"]
+    assert told["modelled_not_built"] == ["overlap=layerwise"]
     assert "modelled, not yet built: " in granted("ideal").words()
     assert "not yet built" not in granted("hf").words()

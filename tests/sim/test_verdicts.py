@@ -88,7 +88,7 @@ LEVEL_IS_ENOUGH = {
         for claim in together.CLAIMS
         for rival, abilities in (
             *(("the best rival", abilities) for abilities in together.SETS),
-            ("the best PD split", "ideal"),
+            *(("the best PD split", abilities) for abilities in ("ideal", "hf")),
         )
     ),
     "Eviction by block frees what is needed: below 500 tokens at a time, not 67k",

@@ -7,7 +7,8 @@ heat.
 
 | term | is |
 |---|---|
-| queue | until the prefilling worker begins: pending prefill tokens x its ms a token |
+| queue | until the prefilling worker begins: pending prefill tokens x its ms a token; computed |
+| | apart, also what is left of the other one's when the state has come |
 | compute | prefill of what is not cached, then decode of the expected answer in that batch |
 | network | bytes that come from another worker's memory |
 | restore | bytes that come from a store tier, and the tokens computed again after a restore |
@@ -104,21 +105,23 @@ class PlacementPricer:
 
     def apart(self, request: RoutingRequest, worker: Worker, prefill: Worker) -> Option:
         """Price a prefill at `prefill`, sending what `worker` lacks there, and decoding at
-        `worker`."""
-        speed = prefill.speed
+        `worker`, which computes the prompt's end itself: no state gives the first token. What still
+        stands before that there once the state has come is waited for too."""
+        there = worker.speed
         held, lent = request.cached_on(worker), request.cached_on(prefill)
         prompt = request.prompt_tokens
-        prefill_ms = speed.prefill.ms(prompt - lent, lent)
-        queue_ms = prefill.queue_ms
-        there = worker.speed
+        prefill_ms = prefill.speed.prefill.ms(prompt - lent, lent)
+        network_ms = there.media[_PEER].ms(there.sequence_bytes(prompt - held))
+        come_ms = prefill.queue_ms + prefill_ms + network_ms
+        queue_ms = prefill.queue_ms + max(worker.queue_ms - come_ms, 0.0)
+        end_ms = there.prefill.ms(1, prompt - 1)
         step_ms = there.step_ms + there.step_ms_per_sequence * (worker.batch + 1)
-        compute_ms = prefill_ms + request.output_tokens * step_ms
-        network_ms = speed.media[_PEER].ms(speed.sequence_bytes(prompt - held))
+        compute_ms = prefill_ms + end_ms + request.output_tokens * step_ms
         taken_bytes = there.sequence_bytes(prompt - held + request.output_tokens)
         memory_ms = self._lambda * taken_bytes * worker.occupancy
         # The prefilling worker keeps what it computed until it needs the room.
         duplicate_ms = self._held_twice_ms(prompt - lent, prefill)
-        interference_ms = self._mu * prefill_ms * prefill.batch
+        interference_ms = self._mu * (prefill_ms * prefill.batch + end_ms * worker.batch)
         return Option(
             _REMOTE, worker, lent, queue_ms, compute_ms, network_ms, 0.0, memory_ms, duplicate_ms,
             interference_ms, queue_ms + compute_ms + network_ms + memory_ms + duplicate_ms
@@ -227,8 +230,7 @@ def options_at(
     if offer.apart:
         prefill = next(iter(fleet.least_prefill(1)), worker)
         new_tokens = request.prompt_tokens - request.cached_on(prefill)
-        is_other = prefill is not worker and shares_state(prefill, worker)
-        if is_other and pricer.takes(prefill, new_tokens):
+        if prefills_for(prefill, worker) and pricer.takes(prefill, new_tokens):
             options.append(pricer.apart(request, worker, prefill))
     if not request.copies or request.spec_digest != profile.spec_digest:
         return options
@@ -307,6 +309,16 @@ def shares_state(one: Worker, other: Worker) -> bool:
     if digest != other.profile.spec_digest:
         return False
     return digest != "" or one.profile.model == other.profile.model
+
+
+def prefills_for(prefill: Worker, worker: Worker) -> bool:
+    """Return whether `prefill` can compute a prompt for `worker`, which is another: that one can be
+    sent state, and what this one computes is of use there and can be sent, by its own word or its
+    operator's."""
+    if prefill is worker or _APART not in worker.profile.actions:
+        return False
+    sends = _APART in prefill.profile.actions or _DEVICE in prefill.profile.lends
+    return sends and shares_state(prefill, worker)
 
 
 def _may(action: PlacementAction, request: RoutingRequest, peer: Copy) -> bool:

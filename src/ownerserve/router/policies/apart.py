@@ -15,7 +15,7 @@ from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
 from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import RoutingPolicy
-from ownerserve.router.pricing import shares_state
+from ownerserve.router.pricing import prefills_for
 from ownerserve.router.worker import Worker
 
 NEEDS = frozenset({PlacementAction.REMOTE_PREFILL})
@@ -24,9 +24,7 @@ NEEDS = frozenset({PlacementAction.REMOTE_PREFILL})
 def prefillers(worker: Worker, offered: Iterable[Worker]) -> list[Worker]:
     """Return the workers of `offered` that can prefill for `worker`; none when it can't be sent
     state."""
-    if PlacementAction.REMOTE_PREFILL not in worker.profile.actions:
-        return []
-    return [other for other in offered if other is not worker and shares_state(other, worker)]
+    return [other for other in offered if prefills_for(other, worker)]
 
 
 def pair(workers: Iterable[Worker], fleet: Candidates) -> tuple[Worker, Worker] | None:

@@ -66,15 +66,24 @@ class Granted(msgspec.Struct, frozen=True):
         return line
 
 
+OF_PEERS = frozenset({
+    PlacementAction.ARTIFACT_FETCH,
+    PlacementAction.STATE_MIGRATION,
+    PlacementAction.REMOTE_PREFILL,
+})  # fmt: skip
+"""What a worker of ours offers that has a tier, and so a node, which reads from others' nodes
+(node.runtime.stating)."""
+
+
 def granted(name: EngineAbilities, *, tiers: frozenset[PlacementAction] = FROM_TIERS) -> Granted:
     """Return the set called `name`. `tiers`: FROM_TIERS, or nothing for a worker without any
     tier."""
     if name != "ideal":
-        return Granted(name, ENGINES[name], EVERY_ENGINE | tiers)
-    actions = EVERY_ACTION - FROM_TIERS | tiers
-    lacking = sorted(action.value for action in actions - EVERY_ENGINE - FROM_TIERS)
+        peers = OF_PEERS if name == "hf" and tiers else frozenset()
+        return Granted(name, ENGINES[name], EVERY_ENGINE | tiers | peers)
     ideal = ENGINES[name]
-    return Granted(name, ideal, actions, (*lacking, *_unlike_any_engine(ideal)))
+    actions = EVERY_ACTION - FROM_TIERS | tiers
+    return Granted(name, ideal, actions, tuple(_unlike_any_engine(ideal)))
 
 
 def _unlike_any_engine(planner: Abilities) -> list[str]:

@@ -147,7 +147,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidInput(
                 "policy",
                 f"{self.policy} needs remote_prefill, which {self.abilities} workers do not offer",
-                "use --engine-abilities ideal, or another policy",
+                "use --engine-abilities ideal, or hf with a tier (--host), or another policy",
             )
         if not 0 <= self.prefill_workers < max(self.workers, 1):
             raise InvalidInput(

@@ -131,10 +131,11 @@ def _finding(
 
 
 def _verdicts(results: Results) -> list[Finding]:
-    moved = [(row, WORK) for row in ROWS if row.startswith(OURS)]
     return [
         _finding(results, "Moves between workers let OwnerServe do more work", ("ideal", "hf"),
-                 moved),
+                 [(f"{OURS}, {DEVICE}", WORK)]),
+        _finding(results, "With host memory, moves between workers let OwnerServe do more work",
+                 ("hf", "vllm"), [(f"{OURS}, {TIERED}", WORK)]),
         _finding(results, "Moves between workers let EAR do more work", ("ideal", "hf"),
                  [(f"ear, {DEVICE}", WORK)]),
         _finding(results, "A hybrid model's first tokens come sooner with the reference engine's "
@@ -217,9 +218,10 @@ EXPERIMENTS = [
         title="What an engine's abilities are worth",
         source="issue W7",
         about="Rows of the others, which grant `ideal` abilities, with what the reference engine "
-        "and vLLM's connector state instead: no session moves between workers, and with vLLM's "
-        "nothing is replayed and a hit is one length. Beside them, for a model of full and sliding "
-        "attention, what vLLM does under our scheduler class. Recorded sessions, held out.",
+        "and vLLM's connector state instead: sessions move and prompts are computed apart between "
+        "reference workers that have a tier, and nowhere else, and with vLLM's nothing is replayed "
+        "and a hit is one length. Beside them, for a model of full and sliding attention, what "
+        "vLLM does under our scheduler class. Recorded sessions, held out.",
         jobs=_jobs,
         verdicts=_verdicts,
         tables=_tables,

@@ -389,7 +389,7 @@ EXPERIMENTS = [
         "and a generated coding-agent trace whose tools take half as long; several draws of "
         "each, intervals over draws. 'Told': before each decision the router hears what of the "
         "session is resident on which device, truly and without delay: more than production's "
-        "reports tell. Moves between workers are modelled and not yet built.",
+        "reports tell. Moves between workers are modelled; between real ones they take a tier.",
         jobs=_jobs,
         verdicts=_verdicts,
         tables=_tables,
