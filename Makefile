@@ -15,7 +15,7 @@ MOONCAKE   := .venv-mooncake/.mooncake-0.3.13.post1
 NIXL       := .venv-nixl/.nixl-1.5.1
 ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
-.PHONY: audit bench-transfer bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: audit bench-transfer bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-engines test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -153,6 +153,7 @@ SGLANG       := .venv-sglang/.sglang-0.5.23
 SGLANG_NEEDS := orjson psutil pybase64 requests triton pillow starlette msgspec pyzmq ipython \
 	aiohttp dill apache-tvm-ffi sentencepiece compressed-tensors gguf openai partial-json-parser
 CORE_NEEDS    = msgspec xxhash blake3 pyzmq zstandard httptools uvloop rich click
+TEST_NEEDS    = pytest hypothesis
 LMCACHE_NEEDS = aiofile aiofiles nvtx redis sortedcontainers opentelemetry-exporter-prometheus
 FOREIGN_PIP   = -m pip install --quiet --disable-pip-version-check
 
@@ -206,12 +207,13 @@ $(ROUTERS):
 	$(@D)/bin/python $(FOREIGN_PIP) setproctitle aiohttp orjson uvicorn fastapi
 	@touch $@
 
-# Two transfer engines. Mooncake links libibverbs, which its wheel does not bring: of the system, or Debian's, unpacked
-# beside it. NIXL imports torch, whose CUDA build it would bring.
+# Two transfer engines, with what our movers over them need, and their tests (tests/support/transfer/engines). Mooncake
+# links libibverbs, which its wheel does not bring: of the system, or Debian's, unpacked beside it. NIXL imports torch,
+# whose CUDA build it would bring.
 $(MOONCAKE):
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(FOREIGN_PIP) --upgrade pip
-	$(@D)/bin/python $(FOREIGN_PIP) numpy mooncake-transfer-engine-non-cuda==0.3.13.post1 $(CORE_NEEDS)
+	$(@D)/bin/python $(FOREIGN_PIP) numpy mooncake-transfer-engine-non-cuda==0.3.13.post1 $(CORE_NEEDS) $(TEST_NEEDS)
 	cd $(@D) && { ldconfig -p | grep -q libibverbs.so.1 || apt-get download libibverbs1 libnl-3-200 libnl-route-3-200; }
 	cd $(@D) && for each in $$(ls *.deb); do dpkg -x $$each root; done
 	@touch $@
@@ -219,9 +221,12 @@ $(MOONCAKE):
 $(NIXL):
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(FOREIGN_PIP) --upgrade pip
-	$(@D)/bin/python $(FOREIGN_PIP) torch==2.13.0 numpy
+	$(@D)/bin/python $(FOREIGN_PIP) torch==2.13.0 numpy $(CORE_NEEDS) $(TEST_NEEDS)
 	$(@D)/bin/python $(FOREIGN_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@
+
+test-engines: setup $(MOONCAKE) $(NIXL) ## movers over Mooncake and NIXL against the contract of all movers
+	$(BIN)/python -m pytest -q tests/transfer/movers/test_engines.py
 
 bench-envs: $(SGLANG) $(VLLM) $(LMCACHE) $(ROUTERS) $(MOONCAKE) $(NIXL) ## other systems beside ours, each in an environment of its own
 

@@ -72,9 +72,12 @@ DEAD: dict[str, str] = {
     "ownerserve.transfer.layout.strided.StridedCopies": TRANSFER,
     "ownerserve.transfer.layout.known.ring.rows_of": TRANSFER,
     "ownerserve.transfer.movers.arena.ArenaBook": TRANSFER,
-    "ownerserve.transfer.movers.arena.StagingMemory": TRANSFER,
     "ownerserve.transfer.movers.digests.KeyedBlake3": TRANSFER,
-    "ownerserve.transfer.movers.mooncake.MooncakeMover": TRANSFER,
+    "ownerserve.transfer.movers.mooncake.mooncake_mover": TRANSFER,
+    "ownerserve.transfer.movers.nixl.NixlProgress": TRANSFER,
+    "ownerserve.transfer.movers.nixl.nixl_mover": TRANSFER,
+    "ownerserve.transfer.movers.nixl.open_agent": TRANSFER,
+    "ownerserve.transfer.movers.nixl.told_by": TRANSFER,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
 }
 

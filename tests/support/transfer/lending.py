@@ -192,7 +192,7 @@ class LendingProcess:
 
     def __init__(self, road: RoadUnderTest, pool_bytes: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, road.path.partition(":")[0]])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=serve, args=(theirs, pool_bytes, road.path), daemon=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import select
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ownerserve.transfer.movers.arena import ArenaBook, Slot
+from ownerserve.transfer.movers.arena import ArenaBook, Slot, StagingMemory
 from ownerserve.transfer.movers.digests import Digests, Xxh3
 from ownerserve.transfer.movers.port import Mover
 from ownerserve.transfer.vocabulary import (
@@ -48,7 +49,12 @@ class Goals:
     """Memory for goals, poisoned. An ArenaBook says which part is whose."""
 
     def __init__(self, size: int) -> None:
-        self.bytes: NDArray[np.uint8] = np.full(size, POISON, np.uint8)
+        self.memory = StagingMemory(size)
+        base = int(self.memory.runs(Slot(0, 0, size)).addresses[0])
+        self.bytes: NDArray[np.uint8] = np.frombuffer(
+            (ctypes.c_ubyte * size).from_address(base), np.uint8
+        )
+        self.bytes[:] = POISON
         self.book = ArenaBook(size)
 
     def runs(self, slot: Slot, cuts: Sequence[tuple[int, int]]) -> Runs:
@@ -74,6 +80,13 @@ class Goals:
 
     def is_poisoned(self, slot: Slot) -> bool:
         return bool((self.all_of(slot) == POISON).all())
+
+    def late_beside(self, slots: Sequence[Slot]) -> int:
+        """How many bytes are not poisoned beside those slots."""
+        late = self.bytes != POISON
+        for slot in slots:
+            late[slot.offset : slot.offset + slot.bytes] = False
+        return int(late.sum())
 
 
 class Begun(NamedTuple):
@@ -101,7 +114,7 @@ class Reader:
         opening = Opening(opened.name, opened.shared, opened.road)
         self.lending = lending
         self.goals = goals
-        self.mover: Mover = road.open(opening, digests or Xxh3())
+        self.mover: Mover = road.open(opening, digests or Xxh3(), arena=goals.memory)
         self.ends: dict[int, Ended] = {}
         self.quiet: set[int] = set()
         self._next = 0
@@ -170,6 +183,10 @@ class Reader:
         """Wait for the end of a read; each is told once."""
         self.look(lambda: number in self.ends)
         return self.ends[number]
+
+    def quiet_of(self, number: int) -> None:
+        """Wait until the writer of a read that ended unproven has stopped."""
+        self.look(lambda: number in self.quiet)
 
     def look(self, holds: Callable[[], bool]) -> None:
         """Take in what the mover tells until `holds()`."""

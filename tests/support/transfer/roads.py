@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ownerserve.kv.regions import SharedMemory
+from ownerserve.transfer.movers.arena import StagingMemory
 from ownerserve.transfer.movers.digests import Digests
 from ownerserve.transfer.movers.port import Lender, Mover
 from ownerserve.transfer.movers.process_name import ProcessName
@@ -55,8 +56,8 @@ class RoadUnderTest(Protocol):
         """In the lending process: begin to serve, and say how this is reached."""
         ...
 
-    def open(self, opening: Opening, digests: Digests) -> Mover:
-        """In the reading process: a mover to that peer."""
+    def open(self, opening: Opening, digests: Digests, *, arena: StagingMemory) -> Mover:
+        """In the reading process: a mover to that peer. All goals lie in the arena."""
         ...
 
 
@@ -68,7 +69,7 @@ class ReadvRoad:
     def lend(self, lender: Lender, pool: LendingPool) -> bytes:
         return b""
 
-    def open(self, opening: Opening, digests: Digests) -> Mover:
+    def open(self, opening: Opening, digests: Digests, *, arena: StagingMemory) -> Mover:
         return readv_mover(opening.name, digests)
 
 
@@ -80,7 +81,7 @@ class ShmRoad:
     def lend(self, lender: Lender, pool: LendingPool) -> bytes:
         return b""
 
-    def open(self, opening: Opening, digests: Digests) -> Mover:
+    def open(self, opening: Opening, digests: Digests, *, arena: StagingMemory) -> Mover:
         return shm_mover(opening.name, opening.shared, digests=digests)
 
 

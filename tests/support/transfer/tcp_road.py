@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ownerserve.transfer.movers.arena import StagingMemory
 from ownerserve.transfer.movers.digests import Digests
 from ownerserve.transfer.movers.port import Lender, Mover
 from ownerserve.transfer.movers.tcp.client import TcpMover
@@ -25,7 +26,7 @@ class TcpRoad:
         _serving.append(TcpServer(lender, key=KEY))
         return str(_serving[-1].port).encode()
 
-    def open(self, opening: Opening, digests: Digests) -> Mover:
+    def open(self, opening: Opening, digests: Digests, *, arena: StagingMemory) -> Mover:
         return TcpMover(Peer("127.0.0.1", int(opening.road), KEY), digests)
 
 

@@ -197,7 +197,7 @@ ENGINES = (
         "nixl",
         "nixl._api",
         ("nixl", "nixl-cu12", "nixl-cu13"),
-        "pip install nixl (with --no-deps beside a CPU build of torch: it brings CUDA's)",
+        "pip install 'ownerserve[nixl]' (beside a CPU build of torch: --no-deps nixl nixl-cu12)",
     ),
 )
 

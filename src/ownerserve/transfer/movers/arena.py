@@ -154,6 +154,7 @@ class StagingMemory:
     def __init__(
         self, capacity_bytes: int, register: Callable[[int, int], object] | None = None
     ) -> None:
+        self.capacity_bytes = capacity_bytes
         self._memory = mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -167,6 +168,12 @@ class StagingMemory:
         """Return where the slot's bytes lie, as a read's goal."""
         addresses = np.array([self._address + slot.offset], np.int64)
         return Runs(addresses, np.array([slot.bytes], np.int64))
+
+    def holds(self, runs: Runs) -> bool:
+        """Tell whether all of the runs lie in it."""
+        offsets = runs.addresses - self._address
+        ends = offsets + runs.lengths
+        return bool(((offsets >= 0) & (runs.lengths >= 0) & (ends <= self.capacity_bytes)).all())
 
     def close(self) -> None:
         """Unmap it. Never while a slot is abandoned: its writer would write into what comes to lie
