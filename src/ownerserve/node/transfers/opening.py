@@ -28,7 +28,7 @@ from ownerserve.kv.wire.rpc import (
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
-from ownerserve.node.transfers.roads import EVERYWHERE, ROADS, NodeRoads
+from ownerserve.node.transfers.roads import EVERYWHERE, READV, ROADS, NodeRoads
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import OnEngine, SourceSide
 from ownerserve.node.transfers.target_side import TargetSide
@@ -36,6 +36,7 @@ from ownerserve.node.transfers.turn_lends import TurnLends
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.transfer.control.events import SourceEvent
 from ownerserve.transfer.movers.digests import Xxh3
+from ownerserve.transfer.movers.rights import permit_readers
 from ownerserve.transfer.movers.tcp.handshake import transfer_key
 from ownerserve.transfer.movers.tcp.server import TcpServer
 from ownerserve.transfer.vocabulary import FramePiece, Runs
@@ -46,7 +47,7 @@ Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
 class TransferPlace(msgspec.Struct, frozen=True):
     """A `TransferPlace` is where a node is read: an address of this machine, a port (0: a free
     one), and the fleet's key, without which it is on loopback. It reads others by `roads`, tried in
-    that order."""
+    that order; with `readv` among them, processes of its user on this machine may read it too."""
 
     host: str = LOOPBACK
     port: int = 0
@@ -66,7 +67,9 @@ class TransferCounts(msgspec.Struct, frozen=True):
     brings: dict[str, int]
     lends: dict[str, int]
     brought_bytes: dict[str, int]
+    read_bytes: int
     orders: dict[str, int]
+    ordered_bytes: dict[str, int]
     prefills: dict[str, int]
     connections: int
 
@@ -88,6 +91,8 @@ class NodeTransfers:
         self._unit = unit
         self._on_engine: OnEngine = _no_engine
         key = None if place.key is None else transfer_key(place.key)
+        if READV.name in place.roads:
+            permit_readers()
         self._server = TcpServer(_Counted(lending, self), place.host, port=place.port, key=key)
         lending.address = f"{place.host}:{self._server.port}"
         self.address = lending.address
@@ -155,7 +160,9 @@ class NodeTransfers:
             brings=dict(peers.brings),
             lends={str(end): count for end, count in lends.items()},
             brought_bytes=dict(peers.brought_bytes),
+            read_bytes=self.service.target.read_bytes if self._is_started else 0,
             orders=dict(peers.orders.counts),
+            ordered_bytes=dict(peers.ordered_bytes),
             prefills={} if self.prefills is None else dict(self.prefills.counts),
             connections=self._server.connections,
         )

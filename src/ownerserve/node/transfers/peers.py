@@ -72,8 +72,9 @@ class PeerOffer(msgspec.Struct, frozen=True, eq=False, gc=False):
 class Peers:
     """`Peers` bring what other workers hold. Any thread may call.
 
-    `looks` and `brings` count what came of them, `brought_bytes` are by road; `timings` is what
-    each whole bring took.
+    `looks` and `brings` count what came of them, `brought_bytes` are by road; `ordered_bytes` are
+    those that came `early`, while their peer computed on, and `behind`; `timings` is what each
+    whole bring took.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Peers:
         self.looks: Counter[str] = Counter()
         self.brings: Counter[str] = Counter()
         self.brought_bytes: Counter[str] = Counter()
+        self.ordered_bytes: Counter[str] = Counter()
         self.timings: deque[Loaded] = deque(maxlen=256)
         self.orders = Orders(service)
         self._service = service
@@ -166,6 +168,9 @@ class Peers:
         if found[0].turn_id == NO_TURN:  # else its time is the computing's
             self.timings.append(Loaded(Tier.PEER, size, took_ms))
         self.brought_bytes.update(brought.over.read_bytes)
+        if found[0].turn_id != NO_TURN:
+            early = brought.over.early_bytes
+            self.ordered_bytes.update(early=early, behind=size - early)
         parts = tuple(
             ReadPart(_meta(want, one.component), brought.landing.data(one.piece))
             for want, one in zip(wants, wanted, strict=True)

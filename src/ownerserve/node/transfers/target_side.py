@@ -78,7 +78,7 @@ from ownerserve.transfer.control.messages import (
 from ownerserve.transfer.control.target import TransferTarget
 from ownerserve.transfer.movers.peers import own_name
 from ownerserve.transfer.movers.port import Mover
-from ownerserve.transfer.vocabulary import Read, ReadFailed, ReadFailure, Road
+from ownerserve.transfer.vocabulary import Read, ReadFailed, ReadFailure, ReadLanded, Road
 
 log = logging.getLogger("ownerserve.transfer")
 
@@ -129,6 +129,8 @@ class TargetSide:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.state = TransferTarget(unit)
+        self.read_bytes = 0
+        """What was read of peers, whether or not it counts in the end."""
         self._unit = unit
         self._sections = dict(sections)
         self._roads = roads
@@ -312,6 +314,8 @@ class TargetSide:
             ends += mover.ended()
         for ended in ends:
             self._reads.pop(ended.number, None)
+            if isinstance(ended, ReadLanded):
+                self.read_bytes += ended.bytes
             self._handle(ReadEnded(ended))
 
     def _drop(self, mover: Mover) -> None:

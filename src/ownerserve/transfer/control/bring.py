@@ -79,7 +79,8 @@ class OpenBring(msgspec.Struct, eq=False):
     its part `index`. `ending`: it ends so when the cache has answered.
 
     `known` pieces are published; `heard_s` is when the peer last gave a sign of life, `answered_s`
-    when it last answered. `landed_bytes` are counted as `wanted` counts them, since `reading_s`.
+    when it last answered. `landed_bytes` are counted as `wanted` counts them, since `reading_s`;
+    `early_bytes` of them landed before the peer said that nothing more comes.
     """
 
     wanted: BringWanted
@@ -100,6 +101,7 @@ class OpenBring(msgspec.Struct, eq=False):
     room: PartRoom | None = None
     reading_s: float = inf
     landed_bytes: int = 0
+    early_bytes: int = 0
     read_bytes: Counter[str] = msgspec.field(default_factory=Counter)
     failures: Counter[ReadFailure] = msgspec.field(default_factory=Counter)
     unproven: int = 0

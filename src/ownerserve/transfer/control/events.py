@@ -374,7 +374,8 @@ class FreeRoom(msgspec.Struct, frozen=True, gc=False):
 
 class BringOver(msgspec.Struct, frozen=True):
     """Effect: tell what came of a bring: its first `parts` are in the tree. `read_bytes` landed, by
-    road, whatever came of them; `failures` counts reads that did not, `unproven` of them without
+    road, whatever came of them, `early_bytes` of them before the peer said that nothing more comes;
+    `failures` counts reads that did not, `unproven` of them without
     proof that their writer had stopped. What is held still is freed later, without it."""
 
     number: int
@@ -382,6 +383,7 @@ class BringOver(msgspec.Struct, frozen=True):
     parts: int
     took_ms: float
     read_bytes: Mapping[str, int]
+    early_bytes: int
     failures: Mapping[ReadFailure, int]
     unproven: int
 

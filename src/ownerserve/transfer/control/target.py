@@ -358,6 +358,8 @@ class TransferTarget:
         """Count a piece that is in its slots, for one rank."""
         bring.part.open_tasks -= 1
         bring.landed_bytes += reading.task.bytes
+        if not bring.is_final:
+            bring.early_bytes += reading.task.bytes
         bring.read_bytes[reading.road.name] += reading.task.bytes
         bring.heard_s = now
         if not self._is_seen(reading):
@@ -483,6 +485,7 @@ class TransferTarget:
                 parts=bring.index,
                 took_ms=(now - bring.begun_s) * 1000,
                 read_bytes=bring.read_bytes,
+                early_bytes=bring.early_bytes,
                 failures=bring.failures,
                 unproven=bring.unproven,
             ),

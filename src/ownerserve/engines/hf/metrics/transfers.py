@@ -48,6 +48,12 @@ class TransferCollector(Collector):
             " (the peer would be ready too late).",
             labels=["answer"],
         )
+        ordered = CounterMetricFamily(
+            "ownerserve_ordered_bytes",
+            "Bytes of prompts that peers computed for this worker: early, while the peer computed"
+            " on, or behind, once it was done.",
+            labels=["when"],
+        )
         prefills = CounterMetricFamily(
             "ownerserve_prefills_for_peers",
             "Prompts that this worker was asked to compute for others: accepted, and of those: read"
@@ -60,11 +66,18 @@ class TransferCollector(Collector):
             (brought, counts.brought_bytes),
             (lends, counts.lends),
             (orders, counts.orders),
+            (ordered, counts.ordered_bytes),
             (prefills, counts.prefills),
         ):
             for value, count in sorted(values.items()):
                 family.add_metric([value], count)
             yield family
+        read = CounterMetricFamily(
+            "ownerserve_peer_read_bytes",
+            "Bytes that were read of peers, also those that did not count in the end.",
+        )
+        read.add_metric([], counts.read_bytes)
+        yield read
         readers = GaugeMetricFamily(
             "ownerserve_transfer_connections", "Connections on which peers read this worker now."
         )

@@ -1,0 +1,282 @@
+"""A node computes a prompt for another one, which reads it step by step: real ports, movers and
+caches on both sides, and an engine that computes when a test says so. With an engine of its own:
+engines/hf/test_prefilling.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from ownerserve.cache.outcomes import Begun, NoRoom, Turn
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import pack
+from ownerserve.kv.wire.framed import FramedClient
+from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import (
+    Accepted,
+    Cancel,
+    Prefill,
+    Reject,
+    decode_answer,
+    encode,
+    new_nonce,
+)
+from ownerserve.node.rpc.server import RpcClient
+from ownerserve.node.transfers.prefills import UNASKED_S, OrderedPrompt, Prefills
+from ownerserve.node.vocabulary.chains import prefix_of
+from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord, PrefillOrder
+from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, ReadOutcome
+from tests.support.node.lending_nodes import NAMES, PROMPT, B, Node, cells, wanted
+from tests.support.waits import until
+
+BLOCKS = (len(PROMPT) - 1) // B
+
+
+class SteppedEngine:
+    """Computes prompts for others, some blocks whenever a test says so. Its calls are made on the
+    node's thread."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.prompts: dict[TurnId, OrderedPrompt] = {}
+        self.aborted: list[TurnId] = []
+        self.refusal: WorkerRefusal | None = None
+        self.takes_ms = 1.0
+        self.prefills: Prefills = node.transfers.compute_for_others(node.cache, NAMES, self)
+
+    def begin_prefill(self, ordered: OrderedPrompt) -> TurnId | WorkerRefusal:
+        if self.refusal is not None:
+            return self.refusal
+        turn_id = TurnId(f"prefill-{len(self.prompts)}.0")
+        self.prompts[turn_id] = ordered
+        return turn_id
+
+    def abort_prefill(self, turn_id: TurnId) -> None:
+        self.aborted.append(turn_id)
+        if turn_id in self.node.cache.running:
+            self.node.cache.abort(turn_id, 0.0)
+
+    def prefill_ms(self, tokens: int) -> float:
+        return self.takes_ms
+
+    @property
+    def turn_id(self) -> TurnId:
+        """The last turn that was begun."""
+        return list(self.prompts)[-1]
+
+    def begin(self) -> None:
+        """The turn leaves the engine's queue."""
+
+        def play() -> None:
+            cache, tokens = self.node.cache, self.prompts[self.turn_id].prefix.tokens
+            begun = cache.begin(Turn(self.turn_id, None, tokens), 0.0)
+            assert isinstance(begun, Begun)
+            assert not isinstance(cache.reserve(self.turn_id, BLOCKS * B, 0.0), NoRoom)
+            self.prefills.began(self.turn_id, begun.restored)
+
+        self.node.between(play).result()
+
+    def step(self, first: int, end: int) -> None:
+        """Blocks [first, end) are computed; with the last one the turn is over."""
+
+        def play() -> None:
+            cache, tokens = self.node.cache, self.prompts[self.turn_id].prefix.tokens
+            cache.advance(self.turn_id, tokens[first * B * 4 : end * B * 4], 0.0)
+            if end == BLOCKS:
+                cache.snapshot(self.turn_id, 0.0)
+                cache.finish(self.turn_id, 0.0)
+            self.prefills.computed(self.turn_id, end * B)
+            if end == BLOCKS:
+                self.prefills.over(self.turn_id)
+
+        self.node.between(play).result()
+
+    def preempt(self) -> None:
+        """The turn gives its room to another, and waits."""
+        self.node.between(lambda: self.node.cache.abort(self.turn_id, 0.0)).result()
+
+
+@pytest.fixture
+def p() -> Iterator[SteppedEngine]:
+    node = Node("p")
+    yield SteppedEngine(node)
+    node.close()
+
+
+@pytest.fixture
+def d() -> Iterator[Node]:
+    node = Node("d")
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
+
+
+def ordered(worker: LenderAddress, **other: object) -> PeerPrefix:
+    order = PrefillOrder(worker, pack(PROMPT))
+    return wanted(worker, order=order, **other)
+
+
+def read_in(threads: ThreadPoolExecutor, d: Node, prefix: PeerPrefix) -> Future[ReadOutcome]:
+    offered = d.transfers.peers.look(prefix)
+    assert offered
+    return threads.submit(d.transfers.peers.read, cells(prefix, offered))
+
+
+def is_lent(p: SteppedEngine) -> None:
+    until(lambda: len(p.node.cache.lends) > 0, within_s=60, what="the prompt is lent")
+
+
+def assert_all(p: SteppedEngine, prefix: PeerPrefix, outcome: ReadOutcome, d: Node) -> None:
+    assert isinstance(outcome, ReadHit), d.transfers.counts()
+    offered = {part.meta.id: bytes(part.data) for part in outcome.parts}
+    kinds = {prefix.records[id_] for id_ in offered}
+    assert PeerRecord("swa", BLOCKS, BLOCKS) in kinds
+    for id_, data in offered.items():
+        assert data == p.node.bytes_of(prefix.records[id_])
+
+
+def test_a_prompt_is_read_as_it_is_computed(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    prefix = ordered(p.node.address)
+    reading = read_in(threads, d, prefix)
+    p.begin()
+    is_lent(p)
+    p.step(0, 3)
+    until(lambda: d.transfers.counts().read_bytes > 0, within_s=60, what="a part is read")
+    assert not reading.done()
+    p.step(3, 8)
+    p.step(8, BLOCKS)
+    assert_all(p, prefix, reading.result(60), d)
+    d.transfers.peers.call_off(prefix.turn_id)
+    until(lambda: p.prefills.counts["read"] == 1, within_s=60, what="the prompt is given up")
+    assert not p.aborted and not len(p.node.cache.lends)
+    counts = d.transfers.counts()
+    assert counts.orders == {"accepted": 1} and counts.ordered_bytes["early"] > 0
+
+
+def test_a_prompt_that_is_computed_already_is_read_as_well(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    prefix = ordered(p.node.address)
+    offered = d.transfers.peers.look(prefix)
+    p.begin()
+    p.step(0, BLOCKS)
+    assert_all(p, prefix, d.transfers.peers.read(cells(prefix, offered)), d)
+
+
+def test_a_turn_that_was_preempted_goes_on_and_nothing_is_read_twice(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    prefix = ordered(p.node.address)
+    reading = read_in(threads, d, prefix)
+    p.begin()
+    is_lent(p)
+    p.step(0, 4)
+    p.preempt()
+    p.begin()  # a point model begins anew: no point was kept
+    p.step(0, 6)
+    p.step(6, BLOCKS)
+    assert_all(p, prefix, reading.result(60), d)
+
+
+def test_who_is_not_waited_for_stops(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    prefix = ordered(p.node.address)
+    offered = d.transfers.peers.look(prefix)
+    wants = cells(prefix, offered)
+    reading = threads.submit(d.transfers.peers.read, wants)
+    p.begin()
+    is_lent(p)
+    p.step(0, 3)
+    d.transfers.peers.give_up(wants)  # its client hung up
+    outcome = reading.result(60)
+    assert isinstance(outcome, ReadMiss) and outcome.reason is MissReason.CANCELLED
+    until(lambda: p.aborted == [p.turn_id], within_s=60, what="the turn is aborted")
+    assert p.prefills.counts["left"] == 1
+
+
+def test_an_order_that_nobody_reads_is_called_off_or_ends_by_itself(
+    p: SteppedEngine, d: Node
+) -> None:
+    first = ordered(p.node.address)
+    assert d.transfers.peers.look(first)
+    d.transfers.peers.call_off(first.turn_id)
+    until(lambda: len(p.aborted) == 1, within_s=60, what="the order is called off")
+
+    assert d.transfers.peers.look(ordered(p.node.address, turn_id=TurnId("other")))
+    now = time.monotonic()
+    p.node.between(lambda: p.prefills.poll(now)).result()
+    assert len(p.aborted) == 1
+    assert p.prefills.next_due() <= now + UNASKED_S
+    p.node.between(lambda: p.prefills.poll(now + UNASKED_S)).result()
+    assert len(p.aborted) == 2
+    assert p.prefills.counts["unasked"] == p.prefills.counts["called_off"] == 1
+
+
+def test_one_turn_has_one_order(p: SteppedEngine, d: Node) -> None:
+    prefix = ordered(p.node.address)
+    for _ in range(3):
+        assert d.transfers.peers.look(prefix)
+    assert len(p.prompts) == 1
+
+
+def test_a_busy_a_late_and_a_silent_worker_cost_a_look(p: SteppedEngine, d: Node) -> None:
+    p.refusal = WorkerRefusal.QUEUE_FULL
+    assert not d.transfers.peers.look(ordered(p.node.address))
+    p.refusal, p.takes_ms = None, 1e9
+    assert not d.transfers.peers.look(ordered(p.node.address, turn_id=TurnId("second")))
+    until(lambda: len(p.aborted) == 1, within_s=60, what="the late one is called off")
+    gone = LenderAddress(p.node.unit, "tcp://127.0.0.1:9")
+    silent = ordered(gone, turn_id=TurnId("third"), compute_ms=1.0)
+    assert not d.transfers.peers.look(silent)
+    assert d.transfers.counts().orders == {"refused": 2, "late": 1}
+
+
+def test_what_is_no_prompt_is_refused(p: SteppedEngine) -> None:
+    client = RpcClient(p.node.rpc.address)
+    try:
+        for lie in (b"", b"\1\2\3", pack(range(B)), pack(range(B + 1))[:-1]):
+            assert client.ask(Prefill(lie)) == Reject(WorkerRefusal.MALFORMED)
+        accepted = client.ask(Prefill(pack(range(B + 1))))
+        assert isinstance(accepted, Accepted) and accepted.tokens == B
+        tip = prefix_of(range(B), B).tip
+        assert accepted.tip == tip
+    finally:
+        client.close()
+
+
+def test_a_lend_of_what_the_prompt_is_not_cut_into_is_refused(p: SteppedEngine, d: Node) -> None:
+    prefix = ordered(p.node.address)
+    offered = d.transfers.peers.look(prefix)
+    p.begin()
+    p.step(0, BLOCKS)
+    wants = cells(prefix, offered)
+    stray = [want for want in cells(prefix, frozenset(prefix.records)) if want.id not in offered]
+    assert stray
+    assert not d.transfers.peers.has([stray[0].id])
+    assert isinstance(d.transfers.peers.read([*wants, stray[0]]), ReadMiss)
+
+
+def test_asked_again_under_its_nonce_it_is_one_prompt(p: SteppedEngine) -> None:
+    client = FramedClient(p.node.rpc.address, timeout_s=60, key=None, read_bytes_max=1 << 22)
+    nonce = new_nonce()
+    try:
+        asked = encode(Prefill(pack(PROMPT)), nonce)
+        both = [decode_answer(client.ask(asked)) for _ in range(2)]
+        assert both[0] == both[1] and len(p.prompts) == 1
+        client.ask(encode(Cancel(nonce)))
+        until(lambda: len(p.aborted) == 1, within_s=60, what="it is called off")
+    finally:
+        client.close()
