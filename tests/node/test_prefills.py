@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from ownerserve.cache.outcomes import Begun, NoRoom, Turn
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
+from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.framed import FramedClient
 from ownerserve.kv.wire.headers import LenderAddress
@@ -27,11 +28,15 @@ from ownerserve.kv.wire.rpc import (
     new_nonce,
 )
 from ownerserve.node.rpc.server import RpcClient
+from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.prefills import UNASKED_S, OrderedPrompt, Prefills
 from ownerserve.node.vocabulary.chains import prefix_of
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord, PrefillOrder
 from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, ReadOutcome
-from tests.support.node.lending_nodes import NAMES, PROMPT, B, Node, cells, wanted
+from ownerserve.transfer.control.events import LendNotOpened, LendOpened, OpenLend
+from ownerserve.transfer.control.messages import Lend, LendRefusal, ReaderRank
+from ownerserve.transfer.vocabulary import FramePiece
+from tests.support.node.lending_nodes import LAYERS, NAMES, PROMPT, B, Node, cells, wanted
 from tests.support.waits import until
 
 BLOCKS = (len(PROMPT) - 1) // B
@@ -257,16 +262,33 @@ def test_what_is_no_prompt_is_refused(p: SteppedEngine) -> None:
         client.close()
 
 
-def test_a_lend_of_what_the_prompt_is_not_cut_into_is_refused(p: SteppedEngine, d: Node) -> None:
+def test_only_what_the_prompt_is_cut_into_is_lent_and_to_one_reader(
+    p: SteppedEngine, d: Node
+) -> None:
     prefix = ordered(p.node.address)
     offered = d.transfers.peers.look(prefix)
     p.begin()
-    p.step(0, BLOCKS)
-    wants = cells(prefix, offered)
-    stray = [want for want in cells(prefix, frozenset(prefix.records)) if want.id not in offered]
-    assert stray
-    assert not d.transfers.peers.has([stray[0].id])
-    assert isinstance(d.transfers.peers.read([*wants, stray[0]]), ReadMiss)
+    reader = RoutingUnit(WorkerId("d"), 0, Incarnation(1))
+
+    def opened(*ids: bytes, units: int = 1) -> LendOpened | LendNotOpened:
+        pieces = tuple(FramePiece(id_, 0, units, 0, LAYERS) for id_ in ids)
+        lend = Lend(new_nonce(), p.node.unit, pieces, (ReaderRank(0, 0, 0),), p.turn_id)
+        asked = OpenLend(1, reader, lend, 1e6)
+        hint, done = SessionHint(None, None, 0), list[LendOpened | LendNotOpened]()
+        now = time.monotonic()
+        p.node.between(lambda: done.append(p.node.lending.open(asked, hint, now))).result()
+        return done[0]
+
+    stray = next(id_ for id_ in prefix.records if id_ not in offered)
+    good = next(id_ for id_, one in prefix.records.items() if one == PeerRecord("dense", 0, 4))
+    assert opened(good, stray) == LendNotOpened(1, LendRefusal.NOT_HELD)
+    assert opened(good, units=5) == LendNotOpened(1, LendRefusal.NOT_HELD)
+    first = opened(good, units=4)
+    assert isinstance(first, LendOpened) and not first.pieces and first.follows == p.turn_id
+    assert opened(good) == LendNotOpened(1, LendRefusal.BUSY)
+    p.node.between(lambda: p.node.lending.end(first.ticket)).result()
+    assert p.aborted == [p.turn_id], "who read it has done with it"
+    assert opened(good) == LendNotOpened(1, LendRefusal.NOT_HELD)
 
 
 def test_asked_again_under_its_nonce_it_is_one_prompt(p: SteppedEngine) -> None:

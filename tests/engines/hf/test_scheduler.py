@@ -79,6 +79,20 @@ class Bench:
             )
         )
 
+    def arrive_for_another(self, name: str, whole: list[int]) -> None:
+        """The whole blocks of a prompt that leave a token, which another worker answers."""
+        beginning = whole[: (len(whole) - 1) // BLOCK * BLOCK]
+        queued = self.scheduler.arrive(
+            RequestArrival(
+                request_id=name,
+                turn_ids=(TurnId(f"{name}.0"),),
+                prompt=prefix_of(beginning, BLOCK),
+                max_new_tokens=0,
+                begins=len(whole),
+            )
+        )
+        assert isinstance(queued, QueuedPrompt)
+
     def step(self) -> StepPlan:
         self.now += 1
         plan = self.scheduler.plan(self.now)
@@ -115,6 +129,26 @@ def test_a_prompt_is_prefilled_on_the_grid_then_decoded() -> None:
         ([], [18]),
         ([], [19]),
     ]
+
+
+def test_a_prompt_for_another_is_computed_in_its_pieces_and_nothing_is_sampled() -> None:
+    bench = Bench()
+    bench.arrive_for_another("p", list(range(22)))
+    plans = bench.drain()
+    alone = Bench()
+    alone.arrive("a", list(range(22)), new=1)
+    assert [one[1:] for plan in plans for one in spans(plan)] == [(0, 8), (8, 16), (16, 20)]
+    elsewhere = [one[1:] for plan in alone.drain() for one in spans(plan)]
+    assert elsewhere == [(0, 8), (8, 16), (16, 20), (20, 22)]
+    assert not any(chunk.sample_for for plan in plans for chunk in plan.chunks)
+    assert [chunk.ends_turn for plan in plans for chunk in plan.chunks] == [False, False, True]
+    assert any(isinstance(effect, SavePoint) for effect in bench.effects), "its point is kept"
+    # Who answers goes on from there; so does the same prompt here, but for its last block.
+    bench.arrive("a", list(range(22)), new=1)
+    assert spans(bench.step()) == [("a.0", 20, 22)]
+    bench.arrive_for_another("q", list(range(22)))
+    assert spans(bench.step())[0][0] == "q.0"
+    assert bench.scheduler.counts.done == 3 and not bench.cache.running
 
 
 def test_snapshots_stand_where_the_next_turn_resumes() -> None:

@@ -150,6 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.wanted: dict[TurnId, int] = {}
         self.output: dict[TurnId, list[int]] = {}
         self.prompts: dict[TurnId, list[int]] = {}
+        self.whole: dict[TurnId, int] = {}
         self.gone: set[str] = set()
 
     @rule(
@@ -173,6 +174,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         for turn_id, length in zip(turn_ids, lengths, strict=True):
             self.wanted[turn_id], self.output[turn_id] = length, []
             self.prompts[turn_id] = prompt
+
+    @rule(shared=st.integers(0, 20), own=st.integers(1, 24))
+    def arrive_for_another(self, shared: int, own: int) -> None:
+        """The beginning of a prompt, up to where it leaves a token; nothing is sampled."""
+        whole = [*range(shared), *[100 + self.arrived] * own]
+        prompt = whole[: (len(whole) - 1) // BLOCK * BLOCK]
+        if not prompt:
+            return
+        self.arrived += 1
+        turn_id = TurnId(f"r{self.arrived}.0")
+        arrival = RequestArrival(
+            request_id=f"r{self.arrived}",
+            turn_ids=(turn_id,),
+            prompt=prefix_of(prompt, BLOCK),
+            max_new_tokens=0,
+            begins=len(whole),
+        )
+        if isinstance(self.scheduler.arrive(arrival), RequestRejected):
+            return
+        self.wanted[turn_id], self.output[turn_id] = 0, []
+        self.prompts[turn_id], self.whole[turn_id] = prompt, len(whole)
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
@@ -202,7 +224,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.output[turn_id].append(tokens[turn_id])
         ended = {t for t in tokens if len(self.output[t]) == self.wanted[t]}
         self.scheduler.step_done(tokens, ended, now=self.now)
-        for turn_id in ended:
+        over = {chunk.turn_id for chunk in plan.chunks if chunk.ends_turn}
+        assert over <= set(self.whole), "a turn that samples is over when its answer is"
+        for turn_id in ended | over:
             del self.wanted[turn_id]
 
     def check_work(self, plan: StepPlan) -> None:
@@ -212,8 +236,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             end = chunk.start + len(chunk.tokens)
             assert list(chunk.tokens) == known[chunk.start : end]
             assert len(chunk.table.range["dense"]) * BLOCK >= end
-            assert (end == len(known)) == bool(chunk.sample_for)
-            assert end % LIMITS.chunk_tokens == 0 or end >= (len(known) - 1) // BLOCK * BLOCK
+            whole = self.whole.get(chunk.turn_id)
+            assert (end == len(known)) == bool(chunk.sample_for or chunk.ends_turn)
+            assert (whole is None) == bool(chunk.sample_for) or end < len(known)
+            last = ((whole or len(known)) - 1) // BLOCK * BLOCK
+            assert end % LIMITS.chunk_tokens == 0 or end >= last
         for row in plan.rows:
             known = self.prompts[row.turn_id] + self.output[row.turn_id]
             assert (row.position, row.token) == (len(known) - 1, known[-1])
