@@ -11,8 +11,8 @@ LMCACHE    := .venv-lmcache/.lmcache-0.5.6
 DYNAMO     := .venv-dynamo/.dynamo-1.6.1
 GUIDELLM   := .venv-guidellm/.guidellm-0.8.1
 AIPERF     := .venv-aiperf/.aiperf-0.13.0
-MOONCAKE   := .venv-mooncake/.mooncake-0.3.13.post1
-NIXL       := .venv-nixl/.nixl-1.5.1
+MOONCAKE   := .venv-mooncake/.mooncake-0.3.13.post1-tested
+NIXL       := .venv-nixl/.nixl-1.5.1-tested
 ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
 .PHONY: audit bench-transfer bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-engines test-vllm test-vllm-matrix check bench bench-cache bench-store \
