@@ -252,7 +252,7 @@ def test_a_busy_a_late_and_a_silent_worker_cost_a_look(p: SteppedEngine, d: Node
 def test_what_is_no_prompt_is_refused(p: SteppedEngine) -> None:
     client = RpcClient(p.node.rpc.address)
     try:
-        for lie in (b"", b"\1\2\3", pack(range(B)), pack(range(B + 1))[:-1]):
+        for lie in (b"", b"\1\2\3", pack(range(B)), pack(range(2 * B))[:-1]):
             assert client.ask(Prefill(lie)) == Reject(WorkerRefusal.MALFORMED)
         accepted = client.ask(Prefill(pack(range(B + 1))))
         assert isinstance(accepted, Accepted) and accepted.tokens == B

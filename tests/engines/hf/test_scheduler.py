@@ -133,20 +133,20 @@ def test_a_prompt_is_prefilled_on_the_grid_then_decoded() -> None:
 
 def test_a_prompt_for_another_is_computed_in_its_pieces_and_nothing_is_sampled() -> None:
     bench = Bench()
-    bench.arrive_for_another("p", list(range(22)))
+    bench.arrive_for_another("p", list(range(27)))
     plans = bench.drain()
     alone = Bench()
-    alone.arrive("a", list(range(22)), new=1)
-    assert [one[1:] for plan in plans for one in spans(plan)] == [(0, 8), (8, 16), (16, 20)]
+    alone.arrive("a", list(range(27)), new=1)
+    assert [one[1:] for plan in plans for one in spans(plan)] == [(0, 8), (8, 16), (16, 24)]
     elsewhere = [one[1:] for plan in alone.drain() for one in spans(plan)]
-    assert elsewhere == [(0, 8), (8, 16), (16, 20), (20, 22)]
+    assert elsewhere == [(0, 8), (8, 16), (16, 24), (24, 27)]
     assert not any(chunk.sample_for for plan in plans for chunk in plan.chunks)
     assert [chunk.ends_turn for plan in plans for chunk in plan.chunks] == [False, False, True]
     assert any(isinstance(effect, SavePoint) for effect in bench.effects), "its point is kept"
     # Who answers goes on from there; so does the same prompt here, but for its last block.
-    bench.arrive("a", list(range(22)), new=1)
-    assert spans(bench.step()) == [("a.0", 20, 22)]
-    bench.arrive_for_another("q", list(range(22)))
+    bench.arrive("a", list(range(27)), new=1)
+    assert spans(bench.step()) == [("a.0", 24, 27)]
+    bench.arrive_for_another("q", list(range(27)))
     assert spans(bench.step())[0][0] == "q.0"
     assert bench.scheduler.counts.done == 3 and not bench.cache.running
 
