@@ -180,6 +180,17 @@ def test_a_prompt_that_is_computed_already_is_read_as_well(
     assert_all(p, prefix, d.transfers.peers.read(cells(prefix, offered)), d)
 
 
+def test_what_is_here_already_is_lent_and_not_computed_again(p: SteppedEngine, d: Node) -> None:
+    first = ordered(p.node.address)
+    assert d.transfers.peers.look(first)
+    p.begin()
+    p.step(0, BLOCKS)
+    again = ordered(p.node.address, turn_id=TurnId("again"))
+    offered = d.transfers.peers.look(again)
+    assert len(p.prompts) == 1
+    assert_all(p, again, d.transfers.peers.read(cells(again, offered)), d)
+
+
 def test_a_turn_that_was_preempted_goes_on_and_nothing_is_read_twice(
     p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
 ) -> None:

@@ -27,6 +27,7 @@ from ownerserve.kv.prefix import TOKEN_BYTES, PrefixSalt, unpack
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Accepted, EndPrefill, Prefill, Reject, Released, RpcAnswer
+from ownerserve.node.transfers.lending import ONE_TOKEN
 from ownerserve.node.transfers.turn_lends import ComingPrompt, TurnLends
 from ownerserve.node.vocabulary.chains import PromptPrefix, prefix_of
 
@@ -85,6 +86,8 @@ class Prefills:
         self.counts: Counter[str] = Counter()
         self._turns = turns
         self._engine = engine
+        self._cache = cache
+        self._held = 0
         self._block = cache.layout.block_tokens
         self._unasked_until_s: dict[TurnId, float] = {}  # oldest first
 
@@ -107,16 +110,32 @@ class Prefills:
         prefix = prefix_of(ids, self._block, PrefixSalt(asked.cache_salt))
         tip = prefix.tip
         assert tip is not None
-        ready_ms = self._engine.prefill_ms(end)
-        ordered = OrderedPrompt(prefix, count, asked.cache_salt, asked.source, asked.session_id)
-        turn_id = self._engine.begin_prefill(ordered)
+        is_here = self._is_here(prefix)
+        ready_ms = 0.0 if is_here else self._engine.prefill_ms(end)
+        turn_id = self._begun(asked, prefix, count) if not is_here else self._no_turn()
         if isinstance(turn_id, WorkerRefusal):
             return self._reject(turn_id)
         digests = prefix.hashed.digests[: prefix.blocks]
-        self._turns.add(ComingPrompt(turn_id, prefix.tokens, digests))
+        self._turns.add(ComingPrompt(turn_id, prefix.tokens, digests, is_over=is_here))
         self._unasked_until_s[turn_id] = now + UNASKED_S
         self.counts["accepted"] += 1
         return Accepted(turn_id, end, tip, ready_ms)
+
+    def _is_here(self, prefix: PromptPrefix) -> bool:
+        """Tell whether all of it is resident, with the point to go on from at its end."""
+        match = self._cache.match(prefix.tokens + ONE_TOKEN)  # a match leaves the last token out
+        if not self._cache.layout.point_names:
+            return match.range_tokens >= prefix.count
+        return any(one.position == prefix.count and not one.lacks for one in match.points)
+
+    def _begun(self, asked: Prefill, prefix: PromptPrefix, count: int) -> TurnId | WorkerRefusal:
+        ordered = OrderedPrompt(prefix, count, asked.cache_salt, asked.source, asked.session_id)
+        return self._engine.begin_prefill(ordered)
+
+    def _no_turn(self) -> TurnId:
+        """Return the name of a turn that has nothing to compute."""
+        self._held += 1
+        return TurnId(f"held-{self._held}")
 
     def lend_ended(self, ticket: int) -> None:
         """Note that who read under the ticket is done, or was lost."""
