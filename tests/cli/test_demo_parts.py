@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from ownerserve.cli.demo.compare import TOLERANCE, compare
 from ownerserve.cli.demo.drive import TurnAnswer
+from ownerserve.cli.demo.fleets import ALL_POLICIES, LONG_TOKENS, can_run, run_of
+from ownerserve.cli.demo.run import computed_tokens, hotspot_index
 from ownerserve.cli.demo.workload import conversations
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.report.demo_table import PolicyResult, PressureTotals, Spread, heat_line
 from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
 
@@ -112,3 +117,42 @@ def test_heat_moves_are_counted_by_the_gateways_own_reasons_or_their_lack_is_exp
     assert "6 met a hot one: 3 had no other with room" in line
     assert "2 had one with room, where the turn would have cost more than the wait" in line
     assert "1 had moved a short time before" in line
+
+
+SPLIT = ("static_pd", "static_pd_delta", "round_robin_pd", "pd_hybrid")
+
+
+@pytest.mark.parametrize("name", ALL_POLICIES)
+def test_half_of_the_workers_prefill_where_prompts_are_computed_apart(name: str) -> None:
+    run = run_of(name, 5)
+    halves = ("prefill",) * 2 + ("decode",) * 3
+    assert run.roles == (halves if name in SPLIT else ("hybrid",) * 5)
+    assert run.policy == ("ownerserve" if name == "pd_hybrid" else name)
+    told = ("--long-tokens", str(LONG_TOKENS)) if name == "pd_hybrid" else ()
+    assert run.gateway_arguments == told
+
+
+def test_one_worker_computes_nothing_apart() -> None:
+    assert can_run(ALL_POLICIES, 2) == ALL_POLICIES
+    assert set(ALL_POLICIES) - set(can_run(ALL_POLICIES, 1)) == set(SPLIT)
+    for name in SPLIT:
+        with pytest.raises(InvalidInput, match="2 or more"):
+            run_of(name, 1)
+
+
+TOLD = """# TYPE ownerserve_prompt_tokens_total counter
+ownerserve_prompt_tokens_total 900.0
+ownerserve_cached_tokens_total{component="csa_main"} 400.0
+ownerserve_cached_tokens_total{component="swa"} 128.0
+ownerserve_cached_tokens_created{component="swa"} 1.7e9
+"""
+
+
+def test_what_a_worker_computed_is_told_by_its_own_counts() -> None:
+    """State whose window is gone is computed again, though its other components are there."""
+    assert computed_tokens(TOLD) == 772
+    assert computed_tokens("ownerserve_prompt_tokens_total 900.0\n") == 900
+    assert computed_tokens("") == 0
+    assert hotspot_index([300, 100], 2) == 1.5
+    assert hotspot_index([300], 2) == 2.0, "who computed nothing counts"
+    assert hotspot_index([0, 0], 2) == hotspot_index([], 2) == 1.0

@@ -38,6 +38,7 @@ from ownerserve.kv.listening import ADMIN, GATEWAY, LOOPBACK
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import ROUTING_POLICIES, make_policy
 from ownerserve.router.rollout.steering import Mode
+from ownerserve.router.settings import DEFAULTS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -268,6 +269,16 @@ def _policies() -> str:
     type=Finite(min=0),
     metavar="SECONDS",
     help="T_cool: how long a session that moved for load's sake stays. Default: learnt, as T_hot.",
+)
+@click.option(
+    "--long-tokens",
+    type=click.IntRange(min=1),
+    default=DEFAULTS.long_tokens,
+    show_default=True,
+    metavar="TOKENS",
+    help="From so many new tokens on a turn is long: --policy ownerserve may have another worker"
+    " compute its prompt, where workers offer that, and a session that has lost so much begins"
+    " anew where that is cheapest.",
 )
 @click.option(
     "--seats",

@@ -96,7 +96,11 @@ def _made(said: dict[str, Any]) -> dict[str, Any]:
         "stream_usage": StreamUsage(said["stream_usage"]),
         "opening_s": _opening_s(said["opening_s"], said["directory"]),
         "bodies_max_bytes": said["body_memory_mib"] * MIB,
-        "settings": by_hand(DEFAULTS, hot_ms=said["hot_ms"], cool_s=said["cool_s"]),
+        "settings": by_hand(
+            replace(DEFAULTS, long_tokens=said["long_tokens"]),
+            hot_ms=said["hot_ms"],
+            cool_s=said["cool_s"],
+        ),
         "seats": SeatSettings(share=seats) if seats else None,
         "queue": QueueSettings(
             running_max=said["max_running"],

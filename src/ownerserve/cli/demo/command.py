@@ -23,6 +23,7 @@ from rich.progress import (
 from ownerserve.cli.demo.cold_resume import ColdResume, cold_resume
 from ownerserve.cli.demo.compare import Comparison, compare
 from ownerserve.cli.demo.drive import TurnAnswer
+from ownerserve.cli.demo.fleets import ALL_POLICIES, PD_HYBRID, can_run, run_of
 from ownerserve.cli.demo.processes import terminate_as_interrupt
 from ownerserve.cli.demo.run import DemoSetup, run_policy
 from ownerserve.cli.demo.vllm_command import VllmDemo, run_vllm_demo
@@ -30,24 +31,25 @@ from ownerserve.cli.demo.workload import Transcript, conversations
 from ownerserve.cli.options import FACTOR, SEED
 from ownerserve.cli.output import console_for, json_option, write_json
 from ownerserve.report.demo_table import PolicyResult, heat_line, policy_table, summary_table
-from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.trace.model import Trace
 from ownerserve.trace.read import read_trace
 from ownerserve.trace.synth.generate import generate
 from ownerserve.trace.synth.options import Options
 from ownerserve.trace.transform import keep, scale_lengths
 
-POLICIES = ("round_robin", "least_load", "lmetric", "sticky", "ear", "ownerserve")
-"""Compared by default: seed 002's baselines, EAR, and ours."""
+POLICIES = (
+    "round_robin", "least_load", "ownerserve", PD_HYBRID, "lmetric", "sticky", "ear", "static_pd",
+)  # fmt: skip
+"""Compared by default: seed 002's baselines, EAR, prefill apart as a rule, and ours, on hybrid
+workers and where prompts may be computed apart. Ours is not last: a machine warms up."""
+OURS = "ownerserve"
 
 HEAT_POLICIES = ("ear", "ownerserve")
 """The policies that move sessions away from hot workers."""
 
 DETAILED_MAX = 3
-"""Policies side by side in the long table; of more, the first and the last (--json has all)."""
-
-NEEDS_PREFILL_WORKERS = frozenset({"static_pd", "static_pd_delta", "round_robin_pd"})
-ALL_POLICIES = tuple(name for name in ROUTING_POLICIES if name not in NEEDS_PREFILL_WORKERS)
+"""Policies side by side in the long table; of more, the first and ours, or the last (--json has
+all)."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -60,7 +62,8 @@ ALL_POLICIES = tuple(name for name in ROUTING_POLICIES if name not in NEEDS_PREF
     "policies",
     multiple=True,
     type=click.Choice(ALL_POLICIES),
-    help=f"Once for each policy to run. Default: {', '.join(POLICIES)}.",
+    help=f"Once for each policy to run. Default: {', '.join(POLICIES)}. Where pd is in the name,"
+    " half of the workers compute prompts for the others; pd_hybrid is ownerserve on such workers.",
 )
 @click.option(
     "--policies",
@@ -171,7 +174,7 @@ def command(
     size = f"{len(setup.conversations)} sessions, {trace.request_count} requests"
     told = f"{trace.input_tokens:,} prompt tokens of {trace.name}; {workers} workers of {model}"
     console.print(f"{size}, {escape(told)}")
-    chosen = policies or (ALL_POLICIES if which == "all" else POLICIES)
+    chosen = policies or can_run(ALL_POLICIES if which == "all" else POLICIES, workers)
     results, answers = _run_all(console, chosen, setup, trace.request_count)
     comparisons = _compare_all(answers)
     _show(console, results, comparisons)
@@ -195,7 +198,9 @@ def _show(
     console: Console, results: dict[str, PolicyResult], comparisons: dict[str, Comparison]
 ) -> None:
     names = list(results)
-    shown = names if len(names) <= DETAILED_MAX else [names[0], names[-1]]
+    shown = names
+    if len(names) > DETAILED_MAX:
+        shown = [names[0], OURS if OURS in names[1:] else names[-1]]
     console.print(policy_table({name: results[name] for name in shown}))
     console.print(summary_table(results))
     for name in HEAT_POLICIES:
@@ -212,11 +217,12 @@ def _run_all(
     results: dict[str, PolicyResult] = {}
     answers: dict[str, list[TurnAnswer]] = {}
     transcript: Transcript = {}
+    runs = {policy: run_of(policy, setup.workers) for policy in policies}
     with terminate_as_interrupt(), _progress(console) as bar:
         for policy in policies:
             task = bar.add_task(policy, total=requests)
             results[policy], answers[policy] = run_policy(
-                policy, setup, transcript, on_turn=partial(_advance, bar, task)
+                runs[policy], setup, transcript, on_turn=partial(_advance, bar, task)
             )
     return results, answers
 

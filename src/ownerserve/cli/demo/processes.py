@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from ownerserve.cli.demo.fleets import DemoRun
 from ownerserve.kv.errors import PeerLost
 
 PR_SET_PDEATHSIG = 1
@@ -99,18 +100,21 @@ class DemoFleet:
         self.worker_urls: list[str] = []
         self.directory_url = self.gateway_url = self.admin_url = ""
 
-    def start(self, worker_arguments: Sequence[str], workers: int, policy: str) -> None:
+    def start(self, worker_arguments: Sequence[str], run: DemoRun) -> None:
         """Start the directory, workers that own, then the gateway over them. Raises PeerLost."""
         directory = self._spawn("directory", ["directory", "serve", "--port", "0", "--new-fleet"])
         [self.directory_url] = directory.wait_ready(BEGIN_S)
         asking = ("--directory", self.directory_url)
         pending = [
-            self._spawn(f"worker-{i}", [*worker_arguments, *asking, "--worker-id", f"worker-{i}"])
-            for i in range(workers)
+            self._spawn(
+                f"worker-{i}",
+                [*worker_arguments, *asking, "--worker-id", f"worker-{i}", "--role", role],
+            )
+            for i, role in enumerate(run.roles)
         ]
         self.worker_urls = [child.wait_ready(BEGIN_S)[0] for child in pending]
         over = [part for url in self.worker_urls for part in ("--worker", url)]
-        options = ("--policy", policy, *GATEWAY_ARGUMENTS, *asking)
+        options = ("--policy", run.policy, *GATEWAY_ARGUMENTS, *run.gateway_arguments, *asking)
         gateway = self._spawn("gateway", ["gateway", *FREE_PORTS, *options, *over])
         self.gateway_url, self.admin_url = gateway.wait_ready(BEGIN_S)
 

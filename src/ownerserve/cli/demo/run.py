@@ -8,7 +8,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ import httpx
 import msgspec
 
 from ownerserve.cli.demo.drive import SessionResult, TurnAnswer, run_conversations
+from ownerserve.cli.demo.fleets import DemoRun
 from ownerserve.cli.demo.processes import DemoFleet
 from ownerserve.cli.demo.spoken import metrics, spoken
 from ownerserve.cli.demo.workload import Conversation, Transcript, unserved_s
@@ -50,14 +51,14 @@ class DemoSetup(msgspec.Struct, frozen=True):
 
 
 def run_policy(
-    policy: str, setup: DemoSetup, transcript: Transcript, *, on_turn: Callable[[TurnAnswer], None]
+    run: DemoRun, setup: DemoSetup, transcript: Transcript, *, on_turn: Callable[[TurnAnswer], None]
 ) -> tuple[PolicyResult, list[TurnAnswer]]:
     """Start a fleet, drive the workload, stop the fleet. Raises PeerLost when a process dies."""
     with (
         tempfile.TemporaryDirectory(prefix="ownerserve-demo-") as folder,
         DemoFleet(Path(folder)) as fleet,
     ):
-        fleet.start(setup.worker_arguments, setup.workers, policy)
+        fleet.start(setup.worker_arguments, run)
         started_s = time.perf_counter()
         sessions = asyncio.run(
             run_conversations(
@@ -99,6 +100,9 @@ class _Device(msgspec.Struct):
 SPILLED = re.compile(r'^ownerserve_spilled_slots_total\{component="(\w+)"\} (\S+)$', re.MULTILINE)
 
 
+PROMPT_TOKENS = re.compile(r"^ownerserve_prompt_tokens_total (\S+)$", re.MULTILINE)
+CACHED_TOKENS = re.compile(r"^ownerserve_cached_tokens_total\{.*\} (\S+)$", re.MULTILINE)
+
 DISPATCHES = re.compile(
     r'^ownerserve_gateway_dispatches_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE
 )
@@ -135,7 +139,8 @@ def _result(
 ) -> PolicyResult:
     good = [answer for answer in answers if not answer.error]
     prompt = sum(answer.prompt_tokens for answer in good)
-    cached = sum(answer.cached_tokens for answer in good)
+    computed = [computed_tokens(metrics(url)) for url in worker_urls]
+    saved = prompt - sum(computed)
     kept: Counter[str] = Counter()
     pressure = PressureTotals()
     for url in worker_urls:
@@ -145,11 +150,11 @@ def _result(
         requests=len(answers),
         errors=len(answers) - len(good),
         prompt_tokens=prompt,
-        cached_token_share=cached / prompt if prompt else 0.0,
-        prefill_tokens_saved=cached,
+        cached_token_share=saved / prompt if prompt else 0.0,
+        prefill_tokens_saved=saved,
         ttft_ms=spread([answer.ttft_ms for answer in good]),
         tpot_ms=spread([answer.tpot_ms for answer in good if answer.tpot_ms]),
-        hotspot_index=hotspot_index(good, len(worker_urls)),
+        hotspot_index=hotspot_index(computed, len(worker_urls)),
         wall_clock_factor=factor,
         e2e_s=spread([session.e2e_s for session in sessions]),
         modes=dict(Counter(answer.mode or "unknown" for answer in good)),
@@ -165,10 +170,19 @@ def wall_clock_factor(took_s: float, conversations: Sequence[Conversation]) -> f
     return took_s / max(max(map(unserved_s, conversations), default=0.0), 1e-3)
 
 
-def hotspot_index(answers: Sequence[TurnAnswer], workers: int) -> float:
-    """Return the prompt tokens that the busiest worker computed, over the mean of all workers."""
-    computed: Counter[str] = Counter()
-    for answer in answers:
-        computed[answer.worker] += answer.prompt_tokens - answer.cached_tokens
-    total = computed.total()
-    return max(computed.values()) * workers / total if total else 1.0
+def computed_tokens(told: str) -> int:
+    """Return the prompt tokens that a worker computed, by its own counts as it tells Prometheus:
+    all that came to it, but for those that it had of the component of which it had least.
+
+    An answer's usage does not tell: what another worker computed for a turn is cached there.
+    """
+    admitted = PROMPT_TOKENS.search(told)
+    cached = [float(count) for count in CACHED_TOKENS.findall(told)]
+    return round((float(admitted[1]) if admitted else 0.0) - min(cached, default=0.0))
+
+
+def hotspot_index(computed: Collection[int], workers: int) -> float:
+    """Return the prompt tokens that the busiest worker computed, over the mean of all workers, of
+    whom those that are left out computed none."""
+    total = sum(computed)
+    return max(computed) * workers / total if total else 1.0

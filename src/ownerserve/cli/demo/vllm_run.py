@@ -169,6 +169,9 @@ def _result(
     good = [answer for answer in answers if not answer.error]
     prompt = sum(answer.prompt_tokens for answer in good)
     cached = sum(answer.cached_tokens for answer in good)
+    computed: Counter[str] = Counter()
+    for answer in good:
+        computed[answer.worker] += answer.prompt_tokens - answer.cached_tokens
     return PolicyResult(
         requests=len(answers),
         errors=len(answers) - len(good),
@@ -177,7 +180,7 @@ def _result(
         prefill_tokens_saved=cached,
         ttft_ms=spread([answer.ttft_ms for answer in good]),
         tpot_ms=spread([answer.tpot_ms for answer in good if answer.tpot_ms]),
-        hotspot_index=hotspot_index(good, workers),
+        hotspot_index=hotspot_index(computed.values(), workers),
         wall_clock_factor=factor,
         e2e_s=spread([session.e2e_s for session in sessions]),
         modes={},

@@ -37,7 +37,7 @@ _CHOICE = {
     "shadow": "shadow",
     "canary_policy": "canary-policy",
     "canary_share": "canary-share",
-    "settings": "hot-ms, cool-s",
+    "settings": "hot-ms, cool-s, long-tokens",
 }
 """Settings of who decides, with their options."""
 LIVE = _CHOICE | {

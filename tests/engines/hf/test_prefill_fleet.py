@@ -1,0 +1,192 @@
+"""A gateway has a prompt computed at one worker and answered at another, over real workers in their
+roles: each is asked by the other alone, and whatever is lost costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ownerserve.gateway.config import Config  # noqa: E402
+from ownerserve.gateway.http.access import parse_worker  # noqa: E402
+from ownerserve.gateway.receipts import ReceiptForm  # noqa: E402
+from ownerserve.gateway.service import Gateway  # noqa: E402
+from ownerserve.router.settings import DEFAULTS  # noqa: E402
+from ownerserve.router.worker import WorkerRole  # noqa: E402
+from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
+from tests.support.hf.worker_process import WorkerProcess  # noqa: E402
+from tests.support.waits import until_async  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.crash]
+
+MODEL = "tiny-qwen3"
+WAIT_S = 300.0
+KEPT = ("--host-cache", "64MiB", "--kv-memory", "64MiB", "--dear")
+ROLES = ("prefill", "decode")
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[list[WorkerProcess]]:
+    started = [WorkerProcess(tmp_path, role, None, *KEPT, "--role", role) for role in ROLES]
+    yield started
+    for worker in started:
+        if worker.process.poll() is None:
+            worker.stop()
+
+
+@asynccontextmanager
+async def gateway_over(
+    workers: list[WorkerProcess], policy: str
+) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+    config = Config(
+        workers=tuple(parse_worker(worker.url) for worker in workers),
+        policy=policy,
+        health_interval_s=0.1,
+        settings=msgspec.structs.replace(DEFAULTS, output_tokens=8, long_tokens=500),
+        receipts=ReceiptForm.OPEN,
+        seats=None,
+    )
+    gateway = Gateway(config)
+    await gateway.start()
+    try:
+        url = f"http://127.0.0.1:{gateway.port}"
+        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
+            yield gateway, client
+    finally:
+        await gateway.stop()
+
+
+async def turn(
+    client: httpx.AsyncClient, prompt: list[int], session: str, *, tokens: int = 8
+) -> tuple[list[int], httpx.Headers]:
+    """A turn whose answer is a cold engine's: its tokens, and the answer's head."""
+    body = {
+        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1,
+        "return_token_ids": True,
+    }  # fmt: skip
+    answer = await client.post("/v1/completions", json=body, headers={"x-session-id": session})
+    assert answer.status_code == 200, answer.text
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    said: list[int] = choice["token_ids"]
+    logprobs = choice["logprobs"]["token_logprobs"]
+    for row, token, logprob in zip(reference(MODEL, prompt, said), said, logprobs, strict=True):
+        assert abs(float(row[token]) - logprob) <= TOLERANCE
+    return said, answer.headers
+
+
+def came_of(headers: httpx.Headers) -> tuple[str, str]:
+    return headers["x-ownerserve-action"], headers["x-ownerserve-mode"]
+
+
+def legs(gateway: Gateway) -> dict[str, int]:
+    counts = gateway.legs.counts
+    return {outcome: count for (leg, outcome), count in counts.items() if leg == "prefill"}
+
+
+def computed_for_peers(worker: WorkerProcess) -> float:
+    return worker.metric('ownerserve_prefills_for_peers_total{end="read"}')
+
+
+def roles(gateway: Gateway) -> dict[str, WorkerRole]:
+    return {worker.id: worker.profile.role for worker in gateway.state.fleet}
+
+
+def test_a_prompt_is_computed_in_one_role_and_answered_in_the_other(
+    workers: list[WorkerProcess],
+) -> None:
+    prefill, decode = workers
+
+    async def play() -> None:
+        async with gateway_over(workers, "static_pd") as (gateway, client):
+            prompt = text(2000, seed=3)
+            said, headers = await turn(client, prompt, "agent")
+            assert headers["x-ownerserve-worker"] == decode.name
+            assert came_of(headers) == ("remote_prefill", "remote_prefill"), headers
+            assert await asyncio.to_thread(computed_for_peers, prefill) == 1
+            prompt = [*prompt, *said, *text(1000, seed=9)]
+            said, headers = await turn(client, prompt, "agent")
+            assert came_of(headers) == ("remote_prefill", "remote_prefill"), headers
+            assert legs(gateway) == {"done": 2}
+            # Who computes prompts is lost: the other one computes them, and the books are right.
+            await asyncio.to_thread(prefill.freeze)
+            prompt = [*prompt, *said, *text(600, seed=10)]
+            said, headers = await turn(client, prompt, "agent")
+            assert headers["x-ownerserve-mode"] != "remote_prefill"
+            await asyncio.to_thread(prefill.thaw)
+            told = legs(gateway)
+            assert told["done"] == 2
+            assert sum(told.values()) <= 3, "it may have been taken out before the turn came"
+            await until_async(lambda: gateway.state.live == 0, within_s=WAIT_S)
+            assert not any(unit.requests for unit in gateway.state.fleet)
+            gateway.state.check()
+
+    asyncio.run(play())
+
+
+def test_by_price_long_prompts_are_computed_apart_and_short_ones_where_their_state_is(
+    workers: list[WorkerProcess],
+) -> None:
+    _, decode = workers
+
+    async def play() -> None:
+        async with gateway_over(workers, "ownerserve") as (gateway, client):
+            (at,) = [unit for unit in gateway.state.fleet if unit.id == decode.name]
+            busy = asyncio.create_task(turn(client, text(400, seed=1), "hog", tokens=600))
+            await until_async(lambda: at.requests == 1 or busy.done(), within_s=WAIT_S)
+            prompt = text(2000, seed=3)
+            said, headers = await turn(client, prompt, "agent")
+            assert came_of(headers) == ("remote_prefill", "remote_prefill"), headers
+            prompt = [*prompt, *said, *text(40, seed=9)]
+            _, headers = await turn(client, prompt, "agent")
+            assert came_of(headers) == ("colocated_prefill", "direct_append"), headers
+            assert headers["x-ownerserve-worker"] == decode.name
+            await busy
+            assert legs(gateway) == {"done": 1}
+
+    asyncio.run(play())
+
+
+def test_a_worker_takes_another_role_on_while_it_is_idle_and_gateways_follow(
+    workers: list[WorkerProcess],
+) -> None:
+    prefill, decode = workers
+
+    async def play() -> None:
+        async with gateway_over(workers, "ownerserve") as (gateway, client):
+            expected = {prefill.name: WorkerRole.PREFILL, decode.name: WorkerRole.DECODE}
+            assert roles(gateway) == expected
+            busy = asyncio.create_task(turn(client, text(200, seed=1), "hog", tokens=900))
+            async with httpx.AsyncClient(timeout=WAIT_S) as operator:
+
+                async def becomes(worker: WorkerProcess, role: str) -> httpx.Response:
+                    url = f"{worker.url}/ownerserve/role"
+                    return await operator.post(url, json={"role": role})
+
+                (at,) = [unit for unit in gateway.state.fleet if unit.id == decode.name]
+                await until_async(lambda: at.batch > 0 or busy.done(), within_s=WAIT_S)
+                no = await becomes(decode, "hybrid")
+                assert busy.done() or no.status_code == 409, no.text
+                assert no.status_code == 200 or no.json()["error"]["code"] == "not_idle"
+                await busy
+                yes = await becomes(decode, "prefill")
+                assert (yes.status_code, yes.json()["role"]) == (200, "prefill")
+                yes = await becomes(prefill, "decode")
+                assert yes.json() == {"role": "decode", "was": "prefill"}
+                expected = {prefill.name: WorkerRole.DECODE, decode.name: WorkerRole.PREFILL}
+                await until_async(lambda: roles(gateway) == expected, within_s=WAIT_S)
+                wrong = await becomes(prefill, "both")
+                assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "role")
+            _, headers = await turn(client, text(100, seed=5), "other")
+            assert headers["x-ownerserve-worker"] == prefill.name, "who decodes now"
+
+    asyncio.run(play())
