@@ -5,18 +5,25 @@ processes: the right bytes, or it computes itself. What a gateway does of it: te
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ownerserve.kv.ids import SessionId  # noqa: E402
-from ownerserve.kv.wire.headers import LenderAddress  # noqa: E402
+from ownerserve.kv.wire.headers import (  # noqa: E402
+    TURN_HEADER,
+    LenderAddress,
+    TurnLine,
+    encode_turn_line,
+)
 from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
+from tests.support.hf.fleet_rig import WAIT_S  # noqa: E402
 from tests.support.hf.worker_process import WorkerProcess  # noqa: E402
 from tests.support.waits import until  # noqa: E402
 
@@ -37,6 +44,7 @@ def workers(tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for worker in started:
+        worker.http.close()
         if worker.process.poll() is None:
             worker.stop()
 
@@ -71,3 +79,75 @@ def test_a_prompt_is_computed_elsewhere_and_answered_here(model: str, workers: A
     again = d.serve(longer, AGENT, decode_from=address(p))
     assert again["mode"] == "remote_prefill"
     assert_cold(model, longer, again)
+
+
+def test_whoever_stops_amid_a_prefill_costs_time_and_no_answer(workers: Any) -> None:
+    p, d = (workers(name, "--kv-memory", "64MiB") for name in ("p", "d"))
+    begun = 0
+
+    def amid(seed: int, stop: Callable[[], None]) -> tuple[list[int], dict[str, Any]]:
+        """A turn whose prompt is being read of P when that stops."""
+        nonlocal begun
+        prompt, answers = text(5000, seed=seed), list[dict[str, Any]]()
+        before = d.metric("ownerserve_peer_read_bytes_total")
+        name = SessionId(f"{seed:032x}")
+        turn = threading.Thread(
+            target=lambda: answers.append(d.serve(prompt, name, decode_from=address(p)))
+        )
+        turn.start()
+        until(
+            lambda: d.metric("ownerserve_peer_read_bytes_total") > before,
+            within_s=WAIT_S,
+            what="D reads",
+        )
+        stop()
+        turn.join(WAIT_S)
+        begun += 1
+        return prompt, answers[0]
+
+    prompt, answer = amid(21, p.freeze)
+    assert_cold("tiny-qwen3", prompt, answer)
+    p.thaw()
+    over = ("read", "left", "called_off")
+    until(
+        lambda: sum(prefills(p, end) for end in over) == begun,
+        within_s=WAIT_S,
+        what="P gives the prompt up",
+    )
+    until(lambda: p.metric("ownerserve_cache_held_blocks") == 0, within_s=WAIT_S, what="no lend")
+
+    prompt, answer = amid(22, p.process.kill)
+    assert_cold("tiny-qwen3", prompt, answer)
+    assert d.metric("ownerserve_cache_held_blocks") == 0
+    # Who is gone from the beginning costs the wait for a lend.
+    late = d.serve(text(500, seed=23), AGENT, decode_from=address(p))
+    assert late["mode"] == "cold_prefill"
+    assert_cold("tiny-qwen3", text(500, seed=23), late)
+
+
+def test_a_client_that_hangs_up_and_a_reader_that_dies_stop_the_prefill(workers: Any) -> None:
+    p, d = (workers(name, "--kv-memory", "64MiB") for name in ("p", "d"))
+
+    def order(seed: int, timeout_s: float) -> None:
+        """A turn at D whose client waits so long, and gets no answer."""
+        line = TurnLine(name=SessionId(f"{seed:032x}"), target=d.unit, decode_from=address(p))
+        with pytest.raises(httpx.TransportError):
+            httpx.post(
+                f"{d.url}/v1/completions",
+                json={"prompt": text(8000, seed=seed), "max_tokens": 4},
+                headers={TURN_HEADER: encode_turn_line(line).decode()},
+                timeout=timeout_s,
+            )
+
+    def over() -> float:
+        return sum(prefills(p, end) for end in ("read", "left", "called_off"))
+
+    order(31, 0.5)
+    until(lambda: prefills(p, "accepted") == over() == 1, within_s=WAIT_S, what="P hears of it")
+    turn = threading.Thread(target=order, args=(32, WAIT_S))
+    turn.start()
+    until(lambda: prefills(p, "accepted") == 2, within_s=WAIT_S, what="P computes")
+    d.process.kill()
+    turn.join(WAIT_S)
+    until(lambda: over() + prefills(p, "unasked") == 2, within_s=WAIT_S, what="the lend expires")
+    until(lambda: p.metric("ownerserve_cache_held_blocks") == 0, within_s=WAIT_S, what="no lend")
