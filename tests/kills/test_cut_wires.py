@@ -787,16 +787,22 @@ _PRICED = (
 )
 _PLACES = "gateway/test_places.py::test_no_more_tokens_are_lost_than_the_prompt_has"
 _READ = "node/test_transfers.py::test_what_one_node_holds_another_reads"
+_PREFILLS = "node/test_prefills.py"
+_ORDERED = f"{_PREFILLS}::test_a_prompt_is_read_as_it_is_computed"
 _PLUGIN = "engines/vllm/test_plugin.py::test_the_routes_answer_for_the_engine_core"
 CUT_BY_HAND: dict[str, str] = {
     "node ask_lender": _READ,
     "node ask_line": _PLUGIN,
     "node ask_prefix": _READ,
+    "node end_prefill": f"{_PREFILLS}::test_asked_again_under_its_nonce_it_is_one_prompt",
     "node list_held": _PLUGIN,
+    "node prefill": _ORDERED,
     "node probe": _PLUGIN,
     "node status": _PLUGIN,
     "turn bring_from": "engines/hf/test_bringing_fleet.py"
     "::test_a_session_leaves_a_busy_worker_with_its_state",
+    "turn decode_from": "engines/hf/test_prefilling.py"
+    "::test_a_prompt_is_computed_elsewhere_and_answered_here",
     "status kv_bytes_per_sequence": _PRICED,
     "status lends": "gateway/test_worker_statements.py"
     "::test_state_is_brought_from_what_its_holder_lends_alone",
@@ -869,6 +875,11 @@ CUT_AS_READ: dict[str, str] = {
     "page floor": _WORDS,
     "page last": _WORDS,
     "has number": _READER,
+    "said accepted.turn_id": _ORDERED,
+    "said accepted.tokens": _ORDERED,
+    "said accepted.tip": _ORDERED,
+    "said accepted.ready_ms": f"{_PREFILLS}"
+    "::test_a_busy_a_late_and_a_silent_worker_cost_a_look",
     "said admit.resident_tokens": _HELD,
     "said admit.restorable_tokens": _BROUGHT,
     "said lender_says.frame": _READ,
