@@ -172,8 +172,11 @@ def test_a_worker_takes_another_role_on_while_it_is_idle_and_gateways_follow(
                     url = f"{worker.url}/ownerserve/role"
                     return await operator.post(url, json={"role": role})
 
-                (at,) = [unit for unit in gateway.state.fleet if unit.id == decode.name]
-                await until_async(lambda: at.batch > 0 or busy.done(), within_s=WAIT_S)
+                async with asyncio.timeout(WAIT_S):
+                    load = {"running_sequences": 0}
+                    while not load["running_sequences"] and not busy.done():
+                        status = await operator.get(f"{decode.url}/ownerserve/status")
+                        load = status.json()["load"]
                 no = await becomes(decode, "hybrid")
                 assert busy.done() or no.status_code == 409, no.text
                 assert no.status_code == 200 or no.json()["error"]["code"] == "not_idle"
