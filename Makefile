@@ -15,7 +15,7 @@ MOONCAKE   := .venv-mooncake/.mooncake-0.3.13.post1-tested
 NIXL       := .venv-nixl/.nixl-1.5.1-tested
 ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
-.PHONY: audit bench-transfer bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-engines test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: audit bench-pd bench-transfer bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-engines test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -121,6 +121,9 @@ bench-replays: setup $(VLLM) ## prompts whose windows are gone: vLLM, its retent
 
 bench-transfer: setup $(MOONCAKE) $(NIXL) ## movers and layouts beside memcpy, plain TCP, Mooncake and NIXL
 	$(BIN)/python benchmarks/run.py transfer_local transfer_tcp transfer_layout
+
+bench-pd: setup    ## prompts computed at another hf worker: pauses, bytes, time to first token
+	$(BIN)/python benchmarks/run.py pd_bench bring_bench
 
 bench-hooks: setup $(VLLM) ## the connector's hooks on vLLM's scheduler thread, at 100k tokens a session
 	$(BIN)/python benchmarks/run.py vllm_hooks

@@ -51,7 +51,7 @@ class SteppedEngine:
         self.prompts: dict[TurnId, OrderedPrompt] = {}
         self.aborted: list[TurnId] = []
         self.refusal: WorkerRefusal | None = None
-        self.takes_ms = 1.0
+        self.token_ms = 0.01
         self.prefills: Prefills = node.transfers.compute_for_others(node.cache, NAMES, self)
 
     def begin_prefill(self, ordered: OrderedPrompt) -> TurnId | WorkerRefusal:
@@ -66,8 +66,8 @@ class SteppedEngine:
         if turn_id in self.node.cache.running:
             self.node.cache.abort(turn_id, 0.0)
 
-    def prefill_ms(self, tokens: int) -> float:
-        return self.takes_ms
+    def prefill_ms(self, tokens: int, known: int) -> float:
+        return self.token_ms * tokens
 
     @property
     def turn_id(self) -> TurnId:
@@ -251,13 +251,22 @@ def test_one_turn_has_one_order(p: SteppedEngine, d: Node) -> None:
 def test_a_busy_a_late_and_a_silent_worker_cost_a_look(p: SteppedEngine, d: Node) -> None:
     p.refusal = WorkerRefusal.QUEUE_FULL
     assert not d.transfers.peers.look(ordered(p.node.address))
-    p.refusal, p.takes_ms = None, 1e9
+    p.refusal, p.token_ms = None, 1e9
     assert not d.transfers.peers.look(ordered(p.node.address, turn_id=TurnId("second")))
     until(lambda: len(p.aborted) == 1, within_s=60, what="the late one is called off")
     gone = LenderAddress(p.node.unit, "tcp://127.0.0.1:9")
     silent = ordered(gone, turn_id=TurnId("third"), compute_ms=1.0)
     assert not d.transfers.peers.look(silent)
     assert d.transfers.counts().orders == {"refused": 2, "late": 1}
+
+
+def test_what_its_reader_has_is_not_reckoned_and_is_read_from_it(p: SteppedEngine, d: Node) -> None:
+    p.token_ms = 1e9
+    d.transfers.peers.orders.own = d.address
+    prefix = ordered(p.node.address, resident_tokens=BLOCKS * B)
+    assert d.transfers.peers.look(prefix), "nothing is left to compute there"
+    (asked,) = p.prompts.values()
+    assert (asked.source, asked.lent_as) == (d.address, prefix.session_id)
 
 
 def test_what_is_no_prompt_is_refused(p: SteppedEngine) -> None:

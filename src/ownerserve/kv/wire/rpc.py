@@ -197,14 +197,15 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
     """Prefill asks, node to node, to compute a prompt for another worker, which reads it from there
     as it is computed: all whole blocks that leave a token behind them, and no answer. `tokens` are
     the whole prompt's ids, little-endian uint32, whose state is apart by `cache_salt`. `source`
-    holds the beginning of it, of the session `session_id`. `Accepted` answers it; it is called off
-    under its nonce.
+    holds the first `source_tokens` of it, of the session `session_id`. `Accepted` answers it; it is
+    called off under its nonce.
     """
 
     tokens: bytes
     cache_salt: str = ""
     session_id: SessionId | None = None
     source: LenderAddress | None = None
+    source_tokens: int = 0
 
 
 class EndPrefill(msgspec.Struct, frozen=True, tag="end_prefill"):

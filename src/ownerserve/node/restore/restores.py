@@ -377,7 +377,7 @@ class Restores:
             compute_ms=self._compute_ms(pending),
             turn_id=event.turn_id,
             order=event.order,
-            has_beginning=pending.resident > 0 and event.session_id is not None,
+            resident_tokens=pending.resident * self._block if event.session_id else 0,
         )
 
     def _compute_ms(self, pending: PendingRestore) -> float:

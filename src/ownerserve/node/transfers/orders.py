@@ -86,9 +86,10 @@ class Orders:
 
     def _asked(self, order: PrefillOrder, prefix: PeerPrefix) -> Prefill:
         """Return what is asked, with where the beginning of the prompt is to be had."""
-        source = self.own if prefix.has_beginning else None
-        session_id = None if source is None else prefix.session_id
-        return Prefill(order.tokens, order.cache_salt, session_id, source)
+        known = prefix.resident_tokens
+        if self.own is None or not known:
+            return Prefill(order.tokens, order.cache_salt)
+        return Prefill(order.tokens, order.cache_salt, prefix.session_id, self.own, known)
 
     def call_off(self, turn_id: TurnId) -> None:
         """Forget the turn's order, and tell who computes: it is done with. One without is no

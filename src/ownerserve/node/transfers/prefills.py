@@ -57,9 +57,9 @@ class PrefillEngine(Protocol):
         """Give the turn up, wherever it is; one that has ended is no error."""
         ...
 
-    def prefill_ms(self, tokens: int) -> float:
-        """Return in how many ms so many tokens more would be computed here, behind all that
-        waits."""
+    def prefill_ms(self, tokens: int, known: int) -> float:
+        """Return in how many ms so many tokens behind `known` ones would be computed here, once all
+        that waits is."""
         ...
 
 
@@ -111,7 +111,8 @@ class Prefills:
         tip = prefix.tip
         assert tip is not None
         is_here = self._is_here(prefix)
-        ready_ms = 0.0 if is_here else self._engine.prefill_ms(end)
+        known = max(self._cache.match(prefix.tokens).range_tokens, min(asked.source_tokens, end))
+        ready_ms = 0.0 if is_here else self._engine.prefill_ms(end - known, known)
         turn_id = self._begun(asked, prefix, count) if not is_here else self._no_turn()
         if isinstance(turn_id, WorkerRefusal):
             return self._reject(turn_id)

@@ -232,7 +232,8 @@ class PeerPrefix(msgspec.Struct, frozen=True, eq=False):
     """A `PeerPrefix` is what a peer may hold of a turn's prompt: `records` of its first `tokens`
     tokens by id, cut by a grid of `grid_blocks`, whose blocks have the `digests`. It is looked for
     at its session, or its parent; to compute all of it takes some `compute_ms`. With an `order` the
-    peer is to compute it for the turn, and may read what this side `has_beginning` of."""
+    peer is to compute it for the turn, and may read the first `resident_tokens`, which this side
+    has."""
 
     lender: LenderAddress
     session_id: SessionId | None
@@ -244,7 +245,7 @@ class PeerPrefix(msgspec.Struct, frozen=True, eq=False):
     compute_ms: float
     turn_id: TurnId
     order: PrefillOrder | None = None
-    has_beginning: bool = False
+    resident_tokens: int = 0
 
 
 class FindRecords(msgspec.Struct, frozen=True):

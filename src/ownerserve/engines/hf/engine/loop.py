@@ -467,10 +467,11 @@ class StepLoop:
         """Give up a prompt that nobody reads any more; called on the engine's thread."""
         self._abort(turn_id.removesuffix(".0"))
 
-    def prefill_ms(self, tokens: int) -> float:
-        """Return in how many ms so many tokens more would be computed, behind all that waits."""
+    def prefill_ms(self, tokens: int, known: int) -> float:
+        """Return in how many ms so many tokens behind `known` ones would be computed, once all that
+        waits is."""
         pending = self._scheduler.load().pending_prefill_tokens
-        return self._measuring.costs.prices().prefill.ms(pending + tokens, 0)
+        return self._measuring.costs.prices().prefill.ms(pending + tokens, known)
 
     def _prefilled(self, plan: StepPlan) -> None:
         """Tell how far the step has come with prompts that others read, and end those that are

@@ -21,8 +21,8 @@ from ownerserve.kv.wire.status import ROLES, LoadStatement
 _JSON = "application/json"
 
 
-class RoleWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `RoleWish` asks for a role."""
+class AskedRole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A `AskedRole` asks for a role."""
 
     role: Literal["prefill", "decode", "hybrid"]
 
@@ -54,24 +54,24 @@ class StatedRole:
         assert role in ROLES, role
         self.now = role
 
-    def flip(self, wish: RoleWish, load: LoadStatement) -> RoleFlipped | NotIdle:
+    def flip(self, asked: AskedRole, load: LoadStatement) -> RoleFlipped | NotIdle:
         """Take the role on, where the load says that no turn is here. The role that it has already
         is taken on at any time."""
         was = self.now
         is_idle = not load.running_sequences and not load.waiting_sequences
-        if wish.role != was and not is_idle:
+        if asked.role != was and not is_idle:
             return NotIdle(load.running_sequences, load.waiting_sequences)
-        self.now = wish.role
-        return RoleFlipped(wish.role, was)
+        self.now = asked.role
+        return RoleFlipped(asked.role, was)
 
 
-def read_wish(content_type: str, body: bytes) -> RoleWish:
+def read_asked_role(content_type: str, body: bytes) -> AskedRole:
     """Return the role that is asked for. Raises InvalidInput, also for a body of another type: a
     page in a browser may send one without being asked, but not this one."""
     if content_type.partition(";")[0].strip().lower() != _JSON:
         raise InvalidInput("content-type", f"is {content_type!r}", f"send {_JSON}")
     try:
-        return msgspec.json.decode(body, type=RoleWish)
+        return msgspec.json.decode(body, type=AskedRole)
     except UNREADABLE as error:
         mend = f'send {{"role": one of {", ".join(ROLES)}}}'
         raise InvalidInput("role", str(error), mend) from error

@@ -54,7 +54,7 @@ from ownerserve.engines.hf.http.openai_api import (
     parse_body,
     told_of,
 )
-from ownerserve.engines.hf.http.role import NotIdle, StatedRole, read_wish
+from ownerserve.engines.hf.http.role import NotIdle, StatedRole, read_asked_role
 from ownerserve.engines.hf.metrics.prometheus import render
 from ownerserve.engines.hf.metrics.status import HfStatus
 from ownerserve.engines.hf.scheduling.requests import (
@@ -135,8 +135,8 @@ class Endpoints:
 
     async def role(self, http: HttpRequest) -> Response:
         """Take another role on, while nothing runs or waits here."""
-        wish = read_wish(http.headers.get("content-type", ""), await _read_body(http))
-        came = self._role.flip(wish, (await self._status()).load)
+        asked = read_asked_role(http.headers.get("content-type", ""), await _read_body(http))
+        came = self._role.flip(asked, (await self._status()).load)
         if isinstance(came, NotIdle):
             raise ApiError(409, str(came), code="not_idle", param="role")
         return json_response(came)
