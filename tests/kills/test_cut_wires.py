@@ -878,8 +878,7 @@ CUT_AS_READ: dict[str, str] = {
     "said accepted.turn_id": _ORDERED,
     "said accepted.tokens": _ORDERED,
     "said accepted.tip": _ORDERED,
-    "said accepted.ready_ms": f"{_PREFILLS}"
-    "::test_a_busy_a_late_and_a_silent_worker_cost_a_look",
+    "said accepted.ready_ms": f"{_PREFILLS}::test_a_busy_a_late_and_a_silent_worker_cost_a_look",
     "said admit.resident_tokens": _HELD,
     "said admit.restorable_tokens": _BROUGHT,
     "said lender_says.frame": _READ,

@@ -128,9 +128,7 @@ def test_prefill_apart_spares_the_decoding_worker() -> None:
     assert option.total_ms < on_the_spot.total_ms
 
 
-def test_a_prompt_computed_apart_waits_for_both_and_its_end_is_computed_on_the_spot() -> (
-    None
-):
+def test_a_prompt_computed_apart_waits_for_both_and_its_end_is_computed_on_the_spot() -> None:
     decode, prefill = pair()
     load(prefill, pending=3000)
     apart = partial(PlacementPricer(FREE).apart, request(20_000), decode, prefill)

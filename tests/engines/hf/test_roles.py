@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from ownerserve.engines.hf.http.role import NotIdle, RoleFlipped, RoleWish, StatedRole, read_wish
+from ownerserve.engines.hf.http.role import (
+    AskedRole,
+    NotIdle,
+    RoleFlipped,
+    StatedRole,
+    read_asked_role,
+)
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.wire.status import ROLES, LoadStatement
 from ownerserve.router.worker import WorkerRole
@@ -22,19 +28,19 @@ def test_gateways_know_every_role_that_a_worker_can_have() -> None:
 
 def test_an_idle_worker_takes_another_role_on() -> None:
     role = StatedRole("hybrid")
-    assert role.flip(RoleWish("decode"), IDLE) == RoleFlipped("decode", "hybrid")
-    assert role.flip(RoleWish("prefill"), IDLE) == RoleFlipped("prefill", "decode")
+    assert role.flip(AskedRole("decode"), IDLE) == RoleFlipped("decode", "hybrid")
+    assert role.flip(AskedRole("prefill"), IDLE) == RoleFlipped("prefill", "decode")
     assert role.now == "prefill"
 
 
 @pytest.mark.parametrize("load", [RUNS, WAITS])
 def test_a_worker_keeps_its_role_while_a_turn_is_there(load: LoadStatement) -> None:
     role = StatedRole("hybrid")
-    came = role.flip(RoleWish("prefill"), load)
+    came = role.flip(AskedRole("prefill"), load)
     assert came == NotIdle(load.running_sequences, load.waiting_sequences)
     assert "while it is idle" in str(came)
     assert role.now == "hybrid"
-    assert role.flip(RoleWish("hybrid"), load) == RoleFlipped("hybrid", "hybrid"), "as it is"
+    assert role.flip(AskedRole("hybrid"), load) == RoleFlipped("hybrid", "hybrid"), "as it is"
 
 
 @pytest.mark.parametrize(
@@ -50,14 +56,14 @@ def test_a_worker_keeps_its_role_while_a_turn_is_there(load: LoadStatement) -> N
         ("application/json", b"\xff", "role"),
     ],
 )
-def test_a_wish_that_is_none_is_refused_by_what_is_wrong(
+def test_a_role_that_is_none_is_refused_by_what_is_wrong(
     content_type: str, body: bytes, field: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
-        read_wish(content_type, body)
+        read_asked_role(content_type, body)
     assert caught.value.field == field
 
 
-def test_a_wish_is_read_from_json() -> None:
-    said = read_wish("Application/JSON; charset=utf-8", b'{"role": "decode"}')
-    assert said == RoleWish("decode")
+def test_a_role_is_read_from_json() -> None:
+    said = read_asked_role("Application/JSON; charset=utf-8", b'{"role": "decode"}')
+    assert said == AskedRole("decode")

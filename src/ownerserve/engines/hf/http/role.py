@@ -22,7 +22,7 @@ _JSON = "application/json"
 
 
 class AskedRole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `AskedRole` asks for a role."""
+    """An `AskedRole` asks for a role."""
 
     role: Literal["prefill", "decode", "hybrid"]
 
