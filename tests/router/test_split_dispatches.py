@@ -36,6 +36,7 @@ def ended(state: RouterState, dispatch: Dispatch, holder: Worker) -> int:
     state.check()
     session = state.sessions.get(SessionId("s"))
     assert session is not None
+    assert session.pending == (), "nothing of a turn that is over is kept"
     held = [copy.tokens for copy in session.copies() if copy.worker is holder]
     assert [copy for copy in session.copies() if copy.tier is not Tier.DEVICE] == []
     return max(held, default=0)
