@@ -84,6 +84,25 @@ def test_policies_agree_and_staying_re_uses_more(tmp_path: Path) -> None:
     assert all(abs(one - other) <= 1e-4 for one, other in pairs)
 
 
+def test_prompts_are_computed_apart_and_the_answers_are_the_same(tmp_path: Path) -> None:
+    """By whom in truth is the workers' to say: on a busy machine who computes for others is late,
+    and whoever is to answer computes."""
+    target = tmp_path / "demo.json"
+    chosen = ("sticky", "static_pd", "pd_hybrid")
+    process = demo(*(word for name in chosen for word in ("--policy", name)), "--json", str(target))
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output.decode()
+    result = json.loads(target.read_bytes())
+    assert result["answers_equal"] is True
+    for name in chosen[1:]:
+        policy = result["policies"][name]
+        assert policy["errors"] == 0
+        assert list(policy["requests_by_worker"].values()) == [policy["requests"]], "one decodes"
+        assert sum(policy["modes"].values()) == policy["requests"]
+        assert 1 <= policy["hotspot_index"] <= 2
+    assert result["policies"]["static_pd"]["reasons"]["split"] == policy["requests"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_it_is_stopped_it_leaves_no_process(number: signal.Signals) -> None:
     process = demo()
