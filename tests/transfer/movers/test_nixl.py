@@ -125,7 +125,8 @@ def scene(caplog: pytest.LogCaptureFixture) -> Iterator[Scene]:
     scene = Scene()
     with caplog.at_level(logging.CRITICAL, "ownerserve.transfer"):
         yield scene
-        scene.mover.close()
+        if hasattr(scene, "mover"):
+            scene.mover.close()
 
 
 def test_a_transfer_that_is_done_has_landed_and_its_handle_is_let_go(scene: Scene) -> None:
@@ -141,9 +142,20 @@ def test_one_that_failed_is_unproven_and_keeps_its_handle(
 ) -> None:
     scene.agent.said = [*before, said]
     assert scene.end() == ReadUnproven(1, ReadFailure.PEER_LOST)
-    assert scene.agent.handles[0]() is not None
     scene.mover.close()
     assert scene.mover.ended() == [], "nothing says that it is quiet"
+    del scene.mover
+    assert scene.agent.handles[0]() is not None, "as long as the arena is there"
+
+
+def test_one_that_is_under_way_when_its_mover_is_closed_keeps_its_handle(scene: Scene) -> None:
+    scene.agent.said = ["PROC"]
+    scene.start(LONG_S)
+    until(lambda: bool(scene.agent.handles), what="a transfer")
+    scene.mover.close()
+    assert scene.mover.ended() == [ReadUnproven(1, ReadFailure.CANCELLED)]
+    del scene.mover
+    assert scene.agent.handles[0]() is not None
 
 
 def test_one_that_is_cancelled_is_quiet_when_it_is_done(scene: Scene) -> None:

@@ -148,7 +148,8 @@ class StagingMemory:
     """`StagingMemory` is the bytes of an arena: anonymous, in huge pages where the kernel has them,
     touched when first used.
 
-    `register` is told its address and bytes, for a device that must know them first.
+    `register` is told its address and bytes, for a device that must know them first. Owns whatever
+    an engine may still write into it by (`keep`): both end together.
     """
 
     def __init__(
@@ -161,6 +162,7 @@ class StagingMemory:
         first = ctypes.c_ubyte.from_buffer(self._memory)
         self._address = ctypes.addressof(first)
         del first  # a mapping that is pointed into can't be closed
+        self._writers: list[object] = []
         if register is not None:
             register(self._address, capacity_bytes)
 
@@ -168,6 +170,11 @@ class StagingMemory:
         """Return where the slot's bytes lie, as a read's goal."""
         addresses = np.array([self._address + slot.offset], np.int64)
         return Runs(addresses, np.array([slot.bytes], np.int64))
+
+    def keep(self, writer: object) -> None:
+        """Hold the engine's handle of what may still write here, for as long as this memory is: an
+        engine frees by its handle what it writes by."""
+        self._writers.append(writer)
 
     def holds(self, runs: Runs) -> bool:
         """Tell whether all of the runs lie in it."""

@@ -300,18 +300,18 @@ class UnfencedMover:
 
     def _call(self) -> None:
         begun: list[_Asked] = []
-        failed: list[_Asked] = []  # kept: the engine may still write by what it gave us
         while True:
             with suppress(Empty):
                 asked = self._queue.get(timeout=self._pause_s(begun))
                 if asked is None:
-                    return
+                    break
                 self._begin(asked)
                 begun.append(asked)
             for one in begun:
                 self._look(one)
-            failed += [one for one in begun if one.step is _Step.FAILED]
             begun = [one for one in begun if one.step is _Step.BEGUN]
+        for one in begun:  # nobody looks any more
+            self._arena.keep(one.under_way)
 
     def _pause_s(self, begun: Sequence[_Asked]) -> float | None:
         """Return how long nothing need be looked at; None: until something is asked."""
@@ -347,6 +347,8 @@ class UnfencedMover:
         except Exception:  # another's library
             log.exception("a batch by %s failed", self._name)
             state = BatchState.FAILED
+        if state is BatchState.FAILED:
+            self._arena.keep(asked.under_way)
         if state is not BatchState.UNDER_WAY:
             self._is(asked, _Step.LANDED if state is BatchState.LANDED else _Step.FAILED)
 
