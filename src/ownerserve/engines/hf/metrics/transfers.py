@@ -19,36 +19,33 @@ class TransferCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
         counts = self._transfers.counts()
-        for name, help_, label, values in (
-            (
-                "peer_looks",
-                "Peers asked what they hold of a turn's session: found, nothing, parted (other"
-                " tokens than the prompt's), silent (no answer in time).",
-                "answer",
-                counts.looks,
-            ),
-            (
-                "brought",
-                "Brings of state from a peer, by how they ended: brought, or why nothing came"
-                " (transfer.control.events.BringEnd).",
-                "end",
-                counts.brings,
-            ),
-            (
-                "brought_bytes",
-                "Bytes of state that came from peers and counted, by road: shm, readv, tcp.",
-                "road",
-                counts.brought_bytes,
-            ),
-            (
-                "lends",
-                "Lends to peers, by how they ended: returned, expired (nobody read), revoked (a"
-                " turn needed the room), cancelled, or why nothing was lent.",
-                "end",
-                counts.lends,
-            ),
-        ):
-            yield _counted(name, help_, label, values=values)
+        yield _counter(
+            "ownerserve_peer_looks",
+            "Peers asked what they hold of a turn's session: found, nothing, parted (other tokens"
+            " than the prompt's), silent (no answer in time).",
+            labels=["answer"],
+            values=counts.looks,
+        )
+        yield _counter(
+            "ownerserve_brought",
+            "Brings of state from a peer, by how they ended: brought, or why nothing came"
+            " (transfer.control.events.BringEnd).",
+            labels=["end"],
+            values=counts.brings,
+        )
+        yield _counter(
+            "ownerserve_brought_bytes",
+            "Bytes of state that came from peers and counted, by road: shm, readv, tcp.",
+            labels=["road"],
+            values=counts.brought_bytes,
+        )
+        yield _counter(
+            "ownerserve_lends",
+            "Lends to peers, by how they ended: returned, expired (nobody read), revoked (a turn"
+            " needed the room), cancelled, or why nothing was lent.",
+            labels=["end"],
+            values=counts.lends,
+        )
         yield from _ordered(counts)
         read = CounterMetricFamily(
             "ownerserve_peer_read_bytes",
@@ -65,34 +62,32 @@ class TransferCollector(Collector):
 
 def _ordered(counts: TransferCounts) -> Iterator[Metric]:
     """Yield what was computed by others, and for others."""
-    for name, help_, label, values in (
-        (
-            "prefill_orders",
-            "Prompts that peers were asked to compute for this worker: accepted, refused, late"
-            " (the peer would be ready too late).",
-            "answer",
-            counts.orders,
-        ),
-        (
-            "ordered_bytes",
-            "Bytes of prompts that peers computed for this worker: early, while the peer computed"
-            " on, or behind, once it was done.",
-            "when",
-            counts.ordered_bytes,
-        ),
-        (
-            "prefills_for_peers",
-            "Prompts that this worker was asked to compute for others: accepted, and of those: read"
-            " (whole), left (before it was whole), called_off, unasked; or why it refused.",
-            "end",
-            counts.prefills,
-        ),
-    ):
-        yield _counted(name, help_, label, values=values)
+    yield _counter(
+        "ownerserve_prefill_orders",
+        "Prompts that peers were asked to compute for this worker: accepted, refused, late (the"
+        " peer would be ready too late).",
+        labels=["answer"],
+        values=counts.orders,
+    )
+    yield _counter(
+        "ownerserve_ordered_bytes",
+        "Bytes of prompts that peers computed for this worker: early, while the peer computed on,"
+        " or behind, once it was done.",
+        labels=["when"],
+        values=counts.ordered_bytes,
+    )
+    yield _counter(
+        "ownerserve_prefills_for_peers",
+        "Prompts that this worker was asked to compute for others: accepted, and of those: read"
+        " (whole), left (before it was whole), called_off, unasked; or why it refused.",
+        labels=["end"],
+        values=counts.prefills,
+    )
 
 
-def _counted(name: str, help_: str, label: str, *, values: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(f"ownerserve_{name}", help_, labels=[label])
+def _counter(name: str, about: str, *, labels: list[str], values: Mapping[str, int]) -> Metric:
+    """Return a counter with one label, by whose values it counts."""
+    family = CounterMetricFamily(name, about, labels=labels)
     for value, count in sorted(values.items()):
         family.add_metric([value], count)
     return family
