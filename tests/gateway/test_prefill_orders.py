@@ -82,6 +82,7 @@ def test_the_worker_that_answers_is_told_who_computes_its_prompt(play: Play) -> 
     async def scenario(world: World) -> None:
         prefill, decode = world.engines
         decode.says = said(D_UNIT.incarnation, mode="remote_prefill")
+        decode.cached_tokens = 900  # what it has read of the other one is cached there
         client = await world.client()
         answer = await client.post("/v1/completions", x__session__id="a")
         assert (answer["x-ownerserve-action"], answer["x-ownerserve-reason"]) == (
@@ -101,6 +102,8 @@ def test_the_worker_that_answers_is_told_who_computes_its_prompt(play: Play) -> 
         await world.settled()
         assert all(not worker.requests for worker in world.gateway.state.fleet)
         assert prefill.seen == []
+        compared = world.gateway.turns.observer.receipt_error_tokens
+        assert not any(compared.counts), "nobody expected anything there"
         pair.close()
 
     play(scenario, prepare=pair.prepare, policy="static_pd")

@@ -772,7 +772,9 @@ class Observer:
         self.pressure[kind, reason] += 1
 
     def compared(self, dispatch: Dispatch, usage: Usage | None, came: PromptOutcome) -> None:
-        """Set the receipt against the engine's own count: was what we sent it for really there?"""
+        """Set the receipt against the engine's own count: was what we sent it for really there? Of a
+        prompt that was to be computed apart the receipt says what was there, and the count is of
+        what came here."""
         expected = dispatch.decision.cached_tokens
         prompt_tokens = dispatch.prompt_tokens if usage is None else usage.prompt_tokens
         self.lost_tokens += min(came.lost_tokens, prompt_tokens)
@@ -782,6 +784,8 @@ class Observer:
         ):
             self.pressure["fallback", came.mode.value] += 1
         if usage is None or not usage.tells_cached or dispatch.session is None:
+            return
+        if dispatch.decision.prefill is not None:
             return
         self.expected_cached_tokens += expected
         self.receipt_error_tokens.observe(abs(expected - usage.cached_tokens))
