@@ -772,8 +772,8 @@ class Observer:
         self.pressure[kind, reason] += 1
 
     def compared(self, dispatch: Dispatch, usage: Usage | None, came: PromptOutcome) -> None:
-        """Set the receipt against the engine's own count: was what we sent it for really there? Of a
-        prompt that was to be computed apart the receipt says what was there, and the count is of
+        """Set the receipt against the engine's own count: was what we sent it for really there? Of
+        a prompt that was to be computed apart the receipt says what was there, and the count is of
         what came here."""
         expected = dispatch.decision.cached_tokens
         prompt_tokens = dispatch.prompt_tokens if usage is None else usage.prompt_tokens
