@@ -804,6 +804,8 @@ CUT_BY_HAND: dict[str, str] = {
     "turn decode_from": "engines/hf/test_prefilling.py"
     "::test_a_prompt_is_computed_elsewhere_and_answered_here",
     "status kv_bytes_per_sequence": _PRICED,
+    "status leaving": "engines/hf/test_leaving.py"
+    "::test_each_session_goes_on_with_its_state_as_one_worker_after_the_other_leaves",
     "status lends": "gateway/test_worker_statements.py"
     "::test_state_is_brought_from_what_its_holder_lends_alone",
     "status role": _PRICED,
@@ -875,6 +877,7 @@ CUT_AS_READ: dict[str, str] = {
     "page floor": _WORDS,
     "page last": _WORDS,
     "has number": _READER,
+    "said accepted.compute_ms": f"{_PREFILLS}::test_a_busy_a_late_and_a_silent_worker_cost_a_look",
     "said accepted.turn_id": _ORDERED,
     "said accepted.tokens": _ORDERED,
     "said accepted.tip": _ORDERED,

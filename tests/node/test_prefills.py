@@ -29,7 +29,12 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.rpc.server import RpcClient
 from ownerserve.node.transfers.lending import SessionHint
-from ownerserve.node.transfers.prefills import UNASKED_S, OrderedPrompt, Prefills
+from ownerserve.node.transfers.prefills import (
+    UNASKED_S,
+    OrderedPrompt,
+    Prefills,
+    PrefillTimes,
+)
 from ownerserve.node.vocabulary.chains import prefix_of
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord, PrefillOrder
 from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, ReadOutcome
@@ -51,7 +56,7 @@ class SteppedEngine:
         self.prompts: dict[TurnId, OrderedPrompt] = {}
         self.aborted: list[TurnId] = []
         self.refusal: WorkerRefusal | None = None
-        self.token_ms = 0.01
+        self.wait_ms, self.token_ms = 0.0, 0.01
         self.prefills: Prefills = node.transfers.compute_for_others(node.cache, NAMES, self)
 
     def begin_prefill(self, ordered: OrderedPrompt) -> TurnId | WorkerRefusal:
@@ -66,8 +71,8 @@ class SteppedEngine:
         if turn_id in self.node.cache.running:
             self.node.cache.abort(turn_id, 0.0)
 
-    def prefill_ms(self, tokens: int, known: int) -> float:
-        return self.token_ms * tokens
+    def prefill_ms(self, tokens: int, known: int) -> PrefillTimes:
+        return PrefillTimes(self.wait_ms, self.token_ms * tokens)
 
     @property
     def turn_id(self) -> TurnId:
@@ -251,17 +256,20 @@ def test_one_turn_has_one_order(p: SteppedEngine, d: Node) -> None:
 def test_a_busy_a_late_and_a_silent_worker_cost_a_look(p: SteppedEngine, d: Node) -> None:
     p.refusal = WorkerRefusal.QUEUE_FULL
     assert not d.transfers.peers.look(ordered(p.node.address))
-    p.refusal, p.token_ms = None, 1e9
+    p.refusal, p.wait_ms = None, 1e9
     assert not d.transfers.peers.look(ordered(p.node.address, turn_id=TurnId("second")))
     until(lambda: len(p.aborted) == 1, within_s=60, what="the late one is called off")
+    # One that is slow itself is no reason: this one's own price may be a guess.
+    p.wait_ms, p.token_ms = 0.0, 1e9
+    assert d.transfers.peers.look(ordered(p.node.address, turn_id=TurnId("slow")))
     gone = LenderAddress(p.node.unit, "tcp://127.0.0.1:9")
     silent = ordered(gone, turn_id=TurnId("third"), compute_ms=1.0)
     assert not d.transfers.peers.look(silent)
-    assert d.transfers.counts().orders == {"refused": 2, "late": 1}
+    assert d.transfers.counts().orders == {"refused": 2, "late": 1, "accepted": 1}
 
 
 def test_what_its_reader_has_is_not_reckoned_and_is_read_from_it(p: SteppedEngine, d: Node) -> None:
-    p.token_ms = 1e9
+    p.wait_ms, p.token_ms = 0.0, 1e9
     d.transfers.peers.orders.own = d.address
     prefix = ordered(p.node.address, resident_tokens=BLOCKS * B)
     assert d.transfers.peers.look(prefix), "nothing is left to compute there"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -246,6 +248,16 @@ if TYPE_CHECKING:
     " which it serves.",
 )
 @click.option(
+    "--drain-timeout",
+    metavar="SECONDS",
+    type=Finite(min=0),
+    default=0.0,
+    show_default=True,
+    help="How long SIGTERM lets the worker leave: it says so to gateways, which send no new turn"
+    " and take its sessions, with their state, elsewhere; it ends when nothing is left, or after"
+    " so long. 0: at once. Ctrl-C and a second signal end it at once.",
+)
+@click.option(
     "--role",
     type=click.Choice(ROLES),
     default=ROLES[0],
@@ -345,6 +357,7 @@ def _serve(
     import torch
 
     from ownerserve.engines.hf.build import build_worker
+    from ownerserve.engines.hf.http.leaving import WorkerLeave
     from ownerserve.engines.hf.http.server import make_app
     from ownerserve.engines.hf.metrics.prometheus import RpcCollector
 
@@ -372,8 +385,15 @@ def _serve(
         if isinstance(ready_file, Path):
             write_ready_file(ready_file, url)
 
-    app = make_app(worker, rpc=rpc.address, role=str(flags["role"]))
-    serve(app, bound, on_ready=on_ready)
+    leaving, leave_s = None, float(str(flags["drain_timeout"]))
+    if leave_s > 0:
+        leaving = WorkerLeave(leave_s, partial(_is_needed, worker))
+    app = make_app(worker, rpc=rpc.address, role=str(flags["role"]), leaving=leaving)
+    serve(app, bound, on_ready=on_ready, leaving=leaving)
+
+
+async def _is_needed(worker: HfWorker) -> bool:
+    return bool(await asyncio.wrap_future(worker.engine.between_steps(worker.is_needed)))
 
 
 def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:

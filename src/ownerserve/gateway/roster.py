@@ -253,6 +253,9 @@ class Roster:
                 turns.lines.learn(worker, turns.pools[worker].address.host, rpc)
             case WorkerDown(worker, why):
                 turns.worker_log.down(worker, why=why.value, cause=self.monitors[worker].cause)
+                if why is Down.DRAINED:  # it leaves: its line and names are kept, as in _take_out
+                    self._say_models()
+                    return
                 turns.worker_names.down(worker)
                 turns.lines.learn(worker, turns.pools[worker].address.host, None)
                 turns.pools[worker].close_idle()

@@ -71,11 +71,12 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
 
     def is_good(self) -> bool:
         """Return whether it can be used now (invariant 6: what is resident decides, nothing
-        else)."""
+        else). What is drained gets no turn, and is read by others still."""
         worker = self.worker
         if worker is None:
             return True
-        return worker.up and (self.life == worker.life or self.tier is Tier.DISK)
+        answers = worker.up or (worker.is_drained and self.tier in worker.profile.lends)
+        return answers and (self.life == worker.life or self.tier is Tier.DISK)
 
 
 class Prefix:
@@ -386,13 +387,13 @@ class SessionTable:
 
     def answered(self, session: RoutedSession, worker: Worker, receipt: Receipt) -> Worker | None:
         """Note that `worker` began to answer that dispatch: it owns the session, unless a later
-        dispatch was answered before. Return the live worker that owned it until now; None: there
-        is none, or it is the same."""
+        dispatch was answered before. Return the worker that owned it until now, and answers still;
+        None: there is none, or it is the same."""
         if session.is_forgotten:
             return None
         former = None
         if receipt >= session.answered_by:
-            former = session.live_owner
+            former = _answering_owner(session)
             session.answered_by = receipt
             if session.home is worker and not _is_in(worker, session.owner, session.owner_life):
                 session.moved_at_s = session.last_move_s
@@ -459,3 +460,10 @@ class SessionTable:
 def _is_in(worker: Worker, owner: Worker | None, life: int) -> bool:
     """Return whether `worker`, in its present life, is that owner in that life."""
     return owner is worker and life == worker.life
+
+
+def _answering_owner(session: RoutedSession) -> Worker | None:
+    """Return the live owner, or one that is drained, which gets no turn and lets state go still."""
+    owner = session.owner
+    is_there = owner is not None and owner.is_drained and owner.life == session.owner_life
+    return owner if is_there else session.live_owner

@@ -40,8 +40,7 @@ def workers(tmp_path: Path) -> Iterator[list[WorkerProcess]]:
     started: list[WorkerProcess] = []
     yield started
     for worker in started:
-        if worker.process.poll() is None:
-            worker.stop()
+        worker.stop()
 
 
 def killed(worker: WorkerProcess) -> None:

@@ -37,8 +37,7 @@ def workers(tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for worker in started:
-        if worker.process.poll() is None:
-            worker.stop()
+        worker.stop()
 
 
 def lender(worker: WorkerProcess, unit: RoutingUnit | None = None) -> LenderAddress:

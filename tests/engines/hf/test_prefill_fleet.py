@@ -40,8 +40,7 @@ def workers(tmp_path: Path) -> Iterator[list[WorkerProcess]]:
     started = [WorkerProcess(tmp_path, role, None, *KEPT, "--role", role) for role in ROLES]
     yield started
     for worker in started:
-        if worker.process.poll() is None:
-            worker.stop()
+        worker.stop()
 
 
 @asynccontextmanager

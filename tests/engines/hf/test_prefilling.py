@@ -44,9 +44,7 @@ def workers(tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for worker in started:
-        worker.http.close()
-        if worker.process.poll() is None:
-            worker.stop()
+        worker.stop()
 
 
 def address(worker: WorkerProcess) -> LenderAddress:

@@ -97,10 +97,12 @@ class WorkerProcess:
         os.kill(self.process.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        self.thaw()
+        """End it, if it has not been killed."""
         self.http.close()
-        self.process.terminate()
-        self.process.wait(WAIT_S)
+        if self.process.poll() is None:
+            self.thaw()
+            self.process.terminate()
+            self.process.wait(WAIT_S)
 
 
 class Wire:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -101,7 +102,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class HfWorker(msgspec.Struct, frozen=True):
     """An `HfWorker` is everything that a server needs; `sizes` is for people. `prefixes` makes the
-    digests of prompts as they are read: for the answer's coverage, and for a node."""
+    digests of prompts as they are read: for the answer's coverage, and for a node. `is_needed` is
+    asked between two steps, whether anything here is."""
 
     engine: AsyncEngine
     codec: ChatCodec
@@ -111,6 +113,7 @@ class HfWorker(msgspec.Struct, frozen=True):
     prefixes: PromptPrefixes
     ownership: Owning = msgspec.field(default_factory=Unowned)
     transfers: NodeTransfers | None = None
+    is_needed: Callable[[], object] = bool
 
 
 def build_worker(options: WorkerOptions) -> HfWorker:
@@ -171,8 +174,8 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         metrics.registry.register(OwnershipCollector(ownership))
         steps.own(ownership)
     engine, prefixes = AsyncEngine(steps), PromptPrefixes(facts.block_tokens)
-    owning = steps.ownership
-    return HfWorker(engine, codec, facts, metrics, sizes, prefixes, owning, transfers)
+    owning, needed = steps.ownership, steps.is_needed
+    return HfWorker(engine, codec, facts, metrics, sizes, prefixes, owning, transfers, needed)
 
 
 def _facts(checkpoint: LoadedCheckpoint, runner: ModelRunner, limits: SchedulerLimits) -> Facts:

@@ -149,6 +149,7 @@ class _Up(msgspec.Struct, frozen=True):
     profile: Profile
     load: WorkerLoad | None
     models: Models
+    is_leaving: bool = False
 
 
 class HealthMonitor:
@@ -268,7 +269,8 @@ class HealthMonitor:
         load = load_of(status.unit, status.load, worker=worker)
         life = load.unit.incarnation or None
         models = stated_models(stated.models, stated.sequence_tokens)
-        return _Up(load.unit.dp_rank, life, profile, None if life is None else load, models)
+        told = None if life is None else load
+        return _Up(load.unit.dp_rank, life, profile, told, models, stated.leaving)
 
     async def _by_health(self) -> _Up | None:
         """Ask `/health`, which a worker of ours stamps; None when the worker is not well."""
@@ -307,7 +309,11 @@ class HealthMonitor:
             self.cause = f"rank {self._rank} is rank {up.rank} now"
             news.append(WorkerDown(worker, Down.ANOTHER_RANK))
         self._rank = up.rank
-        news.append(WorkerUp(worker, up.rank, up.life, profile))
+        if up.is_leaving:
+            self.cause = "it says that it leaves"
+            news.append(WorkerDown(worker, Down.DRAINED))
+        else:
+            news.append(WorkerUp(worker, up.rank, up.life, profile))
         if up.load is not None:
             news.append(Stamped(up.load))
         return news

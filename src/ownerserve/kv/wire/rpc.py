@@ -270,13 +270,15 @@ class LenderSays(msgspec.Struct, frozen=True, tag="lender_says", omit_defaults=T
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """Accepted answers `Prefill`: the first `tokens` tokens are computed by the turn of that id,
-    and lent as it goes. Their prefix hash is `tip`; by the worker's prices it takes `ready_ms`.
+    and lent as it goes. Their prefix hash is `tip`; by the worker's prices it is there in
+    `ready_ms`, of which `compute_ms` is the prompt itself and the rest what stands before it.
     """
 
     turn_id: TurnId
     tokens: int
     tip: bytes
     ready_ms: float
+    compute_ms: float = 0.0
 
 
 RpcAnswer = (

@@ -174,7 +174,7 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
     device memory that each token of a sequence takes, and what a sequence takes beside.
     `sequence_tokens`: the longest sequence it takes; 0: not said. `owns_sessions`: it says
     to a directory what it owns. `lends`: the tiers from which other workers read its state; None:
-    not said.
+    not said. `leaving`: it ends soon, and wants no new turn; until then its state can be read.
     """
 
     models: tuple[str, ...] = ()
@@ -189,6 +189,7 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
     sequence_tokens: int = 0
     owns_sessions: bool = False
     lends: tuple[str, ...] | None = None
+    leaving: bool = False
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -455,6 +456,7 @@ def _profile(fields: _Fields) -> ProfileStatement:
         sequence_tokens=fields.count("sequence_tokens"),
         owns_sessions=fields.is_true("owns_sessions"),
         lends=fields.texts("lends"),
+        leaving=fields.is_true("leaving"),
     )
 
 

@@ -90,9 +90,9 @@ FIRST_CELLS = 4
 LAST_POINTS = 64
 """How many depths before the end of what is stored are asked for point state at first: a session's
 last turn ended there. All others are asked for only when nothing is."""
-ORDER_PATIENCE = 4.0
-"""A worker that computes a prompt for another may take so many times what the other would: it is
-there so that decoding goes on undisturbed."""
+ORDER_S = 300.0
+"""A prompt that another worker computes is waited for so much longer: the bring ends by deadlines
+of its own, which know what that worker said."""
 NONE = range(0)
 NOBODY = TurnId("")
 NOTHING_KNOWN = Match(0, ())
@@ -310,7 +310,7 @@ class Restores:
         pending.resident = min(cap, match.range_tokens // self._block)
         pending.complete, pending.cap = complete, cap
         if event.order is not None:
-            pending.deadline_s += ORDER_PATIENCE * self._compute_ms(pending) / 1e3
+            pending.deadline_s += ORDER_S
         # Nothing can be used behind a gap: a long prompt asks for its first cells, and for the
         # rest when those are there. A cold one so costs some ids and not thousands.
         grid = self._names.blocks
@@ -381,9 +381,12 @@ class Restores:
         )
 
     def _compute_ms(self, pending: PendingRestore) -> float:
-        """Return what computing the rest of what may be restored would take here."""
-        known = pending.resident * self._block
-        return self._costs.prices().prefill.ms(pending.cap * self._block - known, known)
+        """Return what computing the rest of what may be restored would take here; in place of an
+        order, behind all that waits here too."""
+        known, price = pending.resident * self._block, self._costs.prices().prefill
+        ms = price.ms(pending.cap * self._block - known, known)
+        ahead = pending.event.backlog.prefill_tokens
+        return ms + price.ms(ahead, 0) if pending.event.order is not None and ahead > 0 else ms
 
     def _found(self, event: RecordsFound, now: float) -> Iterable[Effect]:
         """Take the catalogue's answer: ask on, or decide, and read what the plan wants."""

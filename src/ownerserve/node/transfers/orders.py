@@ -23,7 +23,8 @@ from ownerserve.node.vocabulary.events import PeerPrefix, PrefillOrder
 log = logging.getLogger("ownerserve.transfer")
 
 LATE_SHARE = 4.0
-"""A peer that is ready only after so many times what computing here takes is not waited for."""
+"""A peer that is ready only after so many times what computing takes, here or there, is not waited
+for: it has others to serve first. A worker that decodes knows its own price of a prompt least."""
 
 
 class PlacedOrder(msgspec.Struct, frozen=True, eq=False):
@@ -69,7 +70,7 @@ class Orders:
         worker, nonce = prefix.order.worker, new_nonce()
         asked = self._asked(prefix.order, prefix)
         accepted = self._service.order(worker, asked, nonce, compute_ms=prefix.compute_ms)
-        if accepted is not None and accepted.ready_ms > LATE_SHARE * prefix.compute_ms:
+        if accepted is not None and _is_late(accepted, prefix):
             self._service.call_off(worker, nonce)
             self.counts["late"] += 1
             accepted = None
@@ -100,3 +101,7 @@ class Orders:
                 self._under_way[turn_id] = False
         if order is not None and order.accepted is not None:
             self._service.call_off(order.worker, order.nonce)
+
+
+def _is_late(accepted: Accepted, prefix: PeerPrefix) -> bool:
+    return accepted.ready_ms > LATE_SHARE * max(prefix.compute_ms, accepted.compute_ms)

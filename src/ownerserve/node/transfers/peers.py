@@ -49,7 +49,7 @@ OFFERS_KEPT = 65536
 TOLD_S, TOLD_KEPT = 1.0, 64
 """A peer's word holds so long, for so many prefixes: longer than the looks of one restore take."""
 NO_DIGEST = bytes(32)
-ORDER_SHARE = 2.0
+ORDER_SHARE = 4.0
 """What a peer computes may take so many times as long as it says, or as computing here would."""
 MOST_S = 3600.0
 """Longer than any bring takes: the control ends each by its own deadlines."""

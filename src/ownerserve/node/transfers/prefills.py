@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -46,6 +46,14 @@ class OrderedPrompt(msgspec.Struct, frozen=True, eq=False):
     lent_as: SessionId | None
 
 
+class PrefillTimes(NamedTuple):
+    """`PrefillTimes` are what a prompt takes, in ms: until all that stands before it is computed,
+    and by itself."""
+
+    wait_ms: float
+    compute_ms: float
+
+
 class PrefillEngine(Protocol):
     """A `PrefillEngine` computes prompts without an answer."""
 
@@ -57,10 +65,12 @@ class PrefillEngine(Protocol):
         """Give the turn up, wherever it is; one that has ended is no error."""
         ...
 
-    def prefill_ms(self, tokens: int, known: int) -> float:
-        """Return in how many ms so many tokens behind `known` ones would be computed here, once all
-        that waits is."""
+    def prefill_ms(self, tokens: int, known: int) -> PrefillTimes:
+        """Return what computing so many tokens behind `known` ones takes here."""
         ...
+
+
+NOTHING = PrefillTimes(0.0, 0.0)
 
 
 class NoPrefills:
@@ -112,7 +122,7 @@ class Prefills:
         assert tip is not None
         is_here = self._is_here(prefix)
         known = max(self._cache.match(prefix.tokens).range_tokens, min(asked.source_tokens, end))
-        ready_ms = 0.0 if is_here else self._engine.prefill_ms(end - known, known)
+        takes = NOTHING if is_here else self._engine.prefill_ms(end - known, known)
         turn_id = self._begun(asked, prefix, count) if not is_here else self._no_turn()
         if isinstance(turn_id, WorkerRefusal):
             return self._reject(turn_id)
@@ -120,7 +130,7 @@ class Prefills:
         self._turns.add(ComingPrompt(turn_id, prefix.tokens, digests, is_over=is_here))
         self._unasked_until_s[turn_id] = now + UNASKED_S
         self.counts["accepted"] += 1
-        return Accepted(turn_id, end, tip, ready_ms)
+        return Accepted(turn_id, end, tip, sum(takes), takes.compute_ms)
 
     def _is_here(self, prefix: PromptPrefix) -> bool:
         """Tell whether all of it is resident, with the point to go on from at its end."""

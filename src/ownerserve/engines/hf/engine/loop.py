@@ -94,7 +94,12 @@ from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.ownership import Owning, SessionLeft, TurnCame, TurnLeft, Unowned
 from ownerserve.node.runtime.busy import BusyMeter
 from ownerserve.node.runtime.refill import RefillGauge
-from ownerserve.node.transfers.prefills import NoPrefills, OrderedPrompt, Prefills
+from ownerserve.node.transfers.prefills import (
+    NoPrefills,
+    OrderedPrompt,
+    Prefills,
+    PrefillTimes,
+)
 from ownerserve.node.vocabulary.chains import KnownSessions, PromptPrefix, prefix_of
 
 # ---- taking turns in
@@ -318,6 +323,13 @@ class StepLoop:
         """Compute prompts for other workers too; call it before `run`."""
         self._prefills = prefills
 
+    def is_needed(self) -> bool:
+        """Return whether anything here is: a turn, a lend, a session that has not gone elsewhere;
+        called on the engine's thread."""
+        cache = self._cache
+        stands = any(session.version for session in cache.sessions)
+        return bool(self._live) or len(cache.lends) > 0 or stands
+
     def _prefill_wait_s(self) -> float | None:
         due_s = self._prefills.next_due()
         return None if due_s == inf else max(0.0, due_s - time.monotonic())
@@ -467,11 +479,12 @@ class StepLoop:
         """Give up a prompt that nobody reads any more; called on the engine's thread."""
         self._abort(turn_id.removesuffix(".0"))
 
-    def prefill_ms(self, tokens: int, known: int) -> float:
-        """Return in how many ms so many tokens behind `known` ones would be computed, once all that
-        waits is."""
+    def prefill_ms(self, tokens: int, known: int) -> PrefillTimes:
+        """Return what computing so many tokens behind `known` ones takes, by what was measured."""
+        prefill = self._measuring.costs.prices().prefill
         pending = self._scheduler.load().pending_prefill_tokens
-        return self._measuring.costs.prices().prefill.ms(pending + tokens, known)
+        wait_ms = prefill.ms(pending, 0) if pending else 0.0
+        return PrefillTimes(wait_ms, prefill.ms(tokens, known))
 
     def _prefilled(self, plan: StepPlan) -> None:
         """Tell how far the step has come with prompts that others read, and end those that are

@@ -3,15 +3,18 @@ ready file."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
+from ownerserve.engines.hf.http.leaving import WorkerLeave
 from ownerserve.kv.listening import WORKER, Protection, open_listener
 
 GRACE_S = 2
@@ -45,20 +48,43 @@ def write_ready_file(path: Path, url: str) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A `_Server` is uvicorn, telling when it serves."""
+    """A `_Server` is uvicorn, telling when it serves, and leaving as it is told to."""
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], leaving: WorkerLeave | None
+    ) -> None:
         super().__init__(config)
         self._on_ready = on_ready
+        self._leaving = leaving
+        self._ending: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
         if self.started:
             self._on_ready()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End, at once or once the worker has left; a second signal ends at once."""
+        if sig != signal.SIGTERM or self._leaving is None or self._ending is not None:
+            super().handle_exit(sig, frame)
+            return
+        self._ending = self._loop.create_task(self._leave(self._leaving, sig, frame))
 
-def serve(app: Starlette, bound: socket.socket, *, on_ready: Callable[[], None]) -> None:
-    """Serve until SIGINT or SIGTERM; returns once everything is closed."""
+    async def _leave(self, leaving: WorkerLeave, sig: int, frame: FrameType | None) -> None:
+        await leaving.end()
+        super().handle_exit(sig, frame)
+
+
+def serve(
+    app: Starlette,
+    bound: socket.socket,
+    *,
+    on_ready: Callable[[], None],
+    leaving: WorkerLeave | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, after which the worker leaves as `leaving` says; returns once
+    everything is closed."""
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -71,7 +97,7 @@ def serve(app: Starlette, bound: socket.socket, *, on_ready: Callable[[], None])
     # uvicorn raises a signal again when it has shut down; the process goes on to its own end then.
     signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        _Server(config, on_ready).run(sockets=[bound])
+        _Server(config, on_ready, leaving).run(sockets=[bound])
     except KeyboardInterrupt:
         pass
     finally:

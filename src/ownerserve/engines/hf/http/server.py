@@ -43,6 +43,7 @@ from ownerserve.engines.hf.http.answering import (
     turn_headers,
     while_connected,
 )
+from ownerserve.engines.hf.http.leaving import WorkerLeave
 from ownerserve.engines.hf.http.openai_api import (
     Body,
     ChatBody,
@@ -87,10 +88,13 @@ CLIENT_GONE = 499
 class Endpoints:
     """`Endpoints` are the HTTP routes over one worker."""
 
-    def __init__(self, worker: HfWorker, rpc: str | None, role: StatedRole) -> None:
+    def __init__(
+        self, worker: HfWorker, rpc: str | None, role: StatedRole, *, leaving: WorkerLeave | None
+    ) -> None:
         self._worker = worker
         self._rpc = rpc
         self._role = role
+        self._leaving = leaving
         self._started_s = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -130,7 +134,12 @@ class Endpoints:
         """Answer with the engine thread's record (kv.wire.status), the worker's role, and where the
         node's RPC port is."""
         status = await self._status()
-        profile = msgspec.structs.replace(status.profile, rpc=self._rpc, role=self._role.now)
+        profile = msgspec.structs.replace(
+            status.profile,
+            rpc=self._rpc,
+            role=self._role.now,
+            leaving=self._leaving is not None and self._leaving.is_under_way,
+        )
         return json_response(msgspec.structs.replace(status, profile=profile))
 
     async def role(self, http: HttpRequest) -> Response:
@@ -294,9 +303,16 @@ def _error(
     return error_response(ApiError(status, str(problem), code=code, param=param))
 
 
-def make_app(worker: HfWorker, *, rpc: str | None = None, role: str = ROLES[0]) -> Starlette:
+def make_app(
+    worker: HfWorker,
+    *,
+    rpc: str | None = None,
+    role: str = ROLES[0],
+    leaving: WorkerLeave | None = None,
+) -> Starlette:
     """Make the ASGI application, whose lifespan is the engine thread's. `rpc` is the node's RPC
-    address, `role` what the worker says that it takes of turns."""
+    address, `role` what the worker says that it takes of turns, `leaving` how it ends; None: at
+    once."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -311,7 +327,7 @@ def make_app(worker: HfWorker, *, rpc: str | None = None, role: str = ROLES[0]) 
         *(ClientGone, ClientDisconnect, Exception),
     )
     return Starlette(
-        routes=Endpoints(worker, rpc, StatedRole(role)).routes(),
+        routes=Endpoints(worker, rpc, StatedRole(role), leaving=leaving).routes(),
         lifespan=lifespan,
         exception_handlers=dict.fromkeys(handled, _on_error),
     )
