@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from itertools import pairwise
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from threading import Event, Lock, Thread
 from typing import Protocol
 
@@ -133,7 +133,7 @@ class UnfencedMover:
         self._closing = False
         self._changed = Event()
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._queue: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._queue: Queue[_Asked | None] = Queue()  # a SimpleQueue can sleep past its timeout
         self._watcher = Thread(target=self._run, name=f"move-{name}", daemon=True)
         self._caller = Thread(target=self._call, name=f"call-{name}", daemon=True)
         self._watcher.start()
