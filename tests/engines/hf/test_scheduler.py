@@ -332,6 +332,21 @@ def test_a_held_turn_keeps_its_place_and_lets_others_pass() -> None:
     assert [spans(plan) for plan in bench.drain()] == [[("a.0", 4, 6)]]
 
 
+def test_a_turn_that_waits_for_its_state_takes_no_place_in_the_queue() -> None:
+    bench = Bench(max_waiting=2)
+    for number in range(2):
+        assert isinstance(bench.arrive(f"held{number}", list(range(10))), QueuedPrompt)
+        bench.scheduler.hold(TurnId(f"held{number}.0"))
+    assert isinstance(bench.arrive("c", list(range(50, 60))), RequestRejected), "as many are held"
+    bench.scheduler.release(TurnId("held1.0"))
+    assert isinstance(bench.arrive("d", list(range(50, 60))), QueuedPrompt)
+    assert bench.scheduler.load().waiting == 3, "all of them are told to routers"
+    # Who was held has its place among arrivals still.
+    bench.scheduler.release(TurnId("held0.0"))
+    admitted = [one.request_id for plan in bench.drain() for one in plan.admitted]
+    assert admitted == ["held0", "held1", "d"]
+
+
 def test_no_room_beside_a_held_turn_is_no_failure() -> None:
     """What is missing may be reserved for the held one, and will be had when it is released."""
     bench = Bench(blocks=4)

@@ -152,6 +152,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts: dict[TurnId, list[int]] = {}
         self.whole: dict[TurnId, int] = {}
         self.gone: set[str] = set()
+        self.held: set[TurnId] = set()
+        self.seen: set[TurnId] = set()
 
     @rule(
         shared=st.integers(0, 20),
@@ -196,12 +198,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.wanted[turn_id], self.output[turn_id] = 0, []
         self.prompts[turn_id], self.whole[turn_id] = prompt, len(whole)
 
+    def just_queued(self) -> list[TurnId]:
+        """Prompts of which nothing is computed, the last that came."""
+        last = TurnId(f"r{self.arrived}.0")
+        return [last] if last in self.wanted and last not in self.seen | self.held else []
+
+    @precondition(lambda self: self.just_queued())
+    @rule()
+    def hold(self) -> None:
+        """State is brought for it: it is out of the queue, whatever is planned."""
+        (turn_id,) = self.just_queued()
+        self.held.add(turn_id)
+        self.scheduler.hold(turn_id)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        turn_id = data.draw(st.sampled_from(sorted(self.held)))
+        self.held.discard(turn_id)
+        self.scheduler.release(turn_id)
+        self.scheduler.release(turn_id)  # as for one that was aborted: no error
+
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         turn_id = data.draw(st.sampled_from(sorted(self.wanted)))
         request_id = turn_id.split(".")[0]
         self.gone.add(request_id)
+        self.held = {t for t in self.held if t.split(".")[0] != request_id}
         self.scheduler.abort(request_id, self.now)
         self.wanted = {t: n for t, n in self.wanted.items() if t.split(".")[0] != request_id}
 
@@ -231,7 +255,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_work(self, plan: StepPlan) -> None:
         """Every token is computed at its place, in slots that are the turn's."""
+        self.seen |= {one.turn_id for one in plan.admitted}
         for chunk in plan.chunks:
+            assert chunk.turn_id not in self.held
             known = self.prompts[chunk.turn_id] + self.output[chunk.turn_id]
             end = chunk.start + len(chunk.tokens)
             assert list(chunk.tokens) == known[chunk.start : end]
@@ -250,6 +276,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
 
     def teardown(self) -> None:
+        for turn_id in sorted(self.held):
+            self.scheduler.release(turn_id)
+        self.held.clear()
         for _ in range(2000):
             if not self.scheduler.has_work:
                 break

@@ -6,6 +6,7 @@ and residency). It never touches a tensor, a clock, text or randomness: `now` is
 which token was sampled and whether it ended a choice are told.
 
     phase      leaves by                                        holds in the cache
+    HELD       release: its state is there                      nothing
     WAITING    plan: begin + room for the first chunk           nothing
                plan: can never fit                              -> failed
     PREFILL    step_done of the chunk that ends the prompt      path lock, slots, state block
@@ -57,9 +58,10 @@ from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
 class SequencePhase(StrEnum):
-    """A `SequencePhase` is where a sequence stands: queued, computing its prompt, or writing its
-    answer."""
+    """A `SequencePhase` is where a sequence stands: outside the queue while state is brought for
+    it, queued, computing its prompt, or writing its answer."""
 
+    HELD = "held"
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -71,7 +73,7 @@ class Sequence(msgspec.Struct):
 
     `said` was sampled behind the prompt; the first `computed` tokens have their state in slots;
     slots are reserved for `reserved`. `siblings` are choices that fork off when the prompt is done.
-    A held one waits for state and is not admitted. Below `write_floor` range state is kept: what
+    Below `write_floor` range state is kept: what
     is computed there is a replay. State is kept at `checkpoints` where a chunk ends there; one at
     risk of preemption keeps it at the next chunk's end. It may grow to `most_tokens`; a
     promised one was given its room beforehand. One that `begins` a prompt of so many tokens is
@@ -89,7 +91,6 @@ class Sequence(msgspec.Struct):
     computed: int = 0
     reserved: int = 0
     preempted: int = 0
-    is_held: bool = False
     write_floor: int = 0
     checkpoints: Collection[int] = ()
     most_tokens: int = 0
@@ -213,6 +214,7 @@ class Scheduler:
         self._block = block
         self._running: list[Sequence] = []
         self._waiting: list[Sequence] = []
+        self._held: dict[TurnId, Sequence] = {}
         self._requests: dict[str, dict[TurnId, Sequence]] = {}
         self._sequences: dict[TurnId, Sequence] = {}
         # The head of the queue found no room; nothing will change that until slots are released.
@@ -234,13 +236,14 @@ class Scheduler:
 
     def load(self) -> SchedulerLoad:
         """Return a dated copy of what is queued and running."""
-        pending = sum(s.length for s in self._waiting)
+        queued = (*self._waiting, *self._held.values())
+        pending = sum(s.length for s in queued)
         pending += sum(
             s.length - s.computed for s in self._running if s.phase is SequencePhase.PREFILL
         )
         growth = sum(blocks_to_come(s, self._block) for s in self._running)
-        queued = sum(blocks_to_come(s, self._block) for s in self._waiting)
-        return SchedulerLoad(len(self._waiting), len(self._running), pending, growth, queued)
+        to_come = sum(blocks_to_come(s, self._block) for s in queued)
+        return SchedulerLoad(len(queued), len(self._running), pending, growth, to_come)
 
     # ---- events
 
@@ -255,10 +258,11 @@ class Scheduler:
                 f"{arrival.prompt.count} prompt tokens and {arrival.max_new_tokens} new ones "
                 f"need {longest} places; a sequence here has {self._limits.sequence_tokens}",
             )
-        is_full = len(self._waiting) >= self._limits.max_waiting
+        is_full = max(len(self._waiting), len(self._held)) >= self._limits.max_waiting
         if is_full and not arrival.is_promised:
             return self._reject(
-                WorkerRefusal.QUEUE_FULL, f"{len(self._waiting)} requests wait already"
+                WorkerRefusal.QUEUE_FULL,
+                f"{len(self._waiting)} requests wait, and {len(self._held)} for their state",
             )
         first, *siblings = arrival.turn_ids
         self._enqueue(
@@ -277,15 +281,19 @@ class Scheduler:
         return QueuedPrompt()
 
     def hold(self, turn_id: TurnId) -> None:
-        """Keep a queued turn from being admitted while state is brought for it; it keeps its
-        place."""
-        self._sequences[turn_id].is_held = True
+        """Take a queued turn out of the queue while state is brought for it; it keeps its place
+        among arrivals. It costs no step anything."""
+        sequence = self._sequences[turn_id]
+        self._waiting.remove(sequence)
+        sequence.phase = SequencePhase.HELD
+        self._held[turn_id] = sequence
 
     def release(self, turn_id: TurnId) -> None:
         """Let a held turn run. A turn that was aborted meanwhile is no error."""
-        sequence = self._sequences.get(turn_id)
+        sequence = self._held.pop(turn_id, None)
         if sequence is not None:
-            sequence.is_held = False
+            sequence.phase = SequencePhase.WAITING
+            insort(self._waiting, sequence, key=age_of)
         self._starved = False  # what was reserved for it can be had, or evicted, again
 
     def checkpoint(self, turn_ids: Iterable[TurnId]) -> None:
@@ -367,7 +375,7 @@ class Scheduler:
         if not self._starved or not self._running:
             return
         victim = self._running[-1]
-        waiting = (s for s in self._waiting if s.is_promised and not s.is_held)
+        waiting = (s for s in self._waiting if s.is_promised)
         if any(promised.age < victim.age for promised in waiting):
             self._preempt(victim, plan, now)
 
@@ -481,13 +489,13 @@ class Scheduler:
             self._add_chunk(sequence, end, plan)
 
     def _next_in_line(self) -> Sequence | None:
-        return next((s for s in self._waiting if not s.is_held), None)
+        return self._waiting[0] if self._waiting else None
 
     @property
     def _reserves_elsewhere(self) -> bool:
         """`_reserves_elsewhere` tells whether slots may be reserved for held turns: no room now
         does not mean never."""
-        return any(s.is_held for s in self._waiting)
+        return bool(self._held)
 
     def _begin(self, sequence: Sequence, now: float) -> tuple[int, tuple[Effect, ...]] | None:
         """Open the turn and take the first chunk's slots; None: there is no room, and nothing is
@@ -603,7 +611,9 @@ class Scheduler:
 
     def _drop(self, request_id: str, now: float) -> None:
         for sequence in self._requests.pop(request_id).values():
-            if sequence.phase is SequencePhase.WAITING:
+            if sequence.phase is SequencePhase.HELD:
+                del self._held[sequence.turn_id]
+            elif sequence.phase is SequencePhase.WAITING:
                 self._waiting.remove(sequence)
             else:
                 self._cache.abort(sequence.turn_id, now)
@@ -624,14 +634,18 @@ class Scheduler:
         problems = {
             "invariant 3: arrived = done + rejected + live": counts.arrived
             == counts.done + counts.rejected + len(self._requests),
-            "every sequence is either waiting or running": sorted(self._sequences)
-            == sorted(s.turn_id for s in (*self._waiting, *self._running)),
+            "every sequence is held, waiting or running": sorted(self._sequences)
+            == sorted((*self._held, *(s.turn_id for s in (*self._waiting, *self._running)))),
             "oldest first": self._waiting == sorted(self._waiting, key=age_of)
             and self._running == sorted(self._running, key=age_of),
             "at most max_running": len(self._running) <= self._limits.max_running,
             "waiting ones hold nothing": all(
-                s.phase is SequencePhase.WAITING and s.computed == s.reserved == 0
-                for s in self._waiting
+                s.phase is phase and s.computed == s.reserved == 0
+                for phase, sequences in (
+                    (SequencePhase.WAITING, self._waiting),
+                    (SequencePhase.HELD, self._held.values()),
+                )
+                for s in sequences
             ),
             "a decode has one token to compute": all(
                 s.computed == s.length - 1 for s in self._running if s.phase is SequencePhase.DECODE
