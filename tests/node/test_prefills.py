@@ -277,6 +277,25 @@ def test_what_its_reader_has_is_not_reckoned_and_is_read_from_it(p: SteppedEngin
     assert (asked.source, asked.lent_as) == (d.address, prefix.session_id)
 
 
+def test_where_nobody_is_named_the_known_peer_with_the_least_to_do_is_asked(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    busy = Node("busy", pending_tokens=9000)
+    try:
+        d.transfers.peers.orders.known = ("tcp://127.0.0.1:9", busy.rpc.address, p.node.rpc.address)
+        prefix = wanted(None, order=PrefillOrder(None, pack(PROMPT)))
+        reading = read_in(threads, d, prefix)
+        p.begin()
+        is_lent(p)
+        p.step(0, BLOCKS)
+        assert_all(p, prefix, reading.result(60), d)
+        d.transfers.peers.orders.known = ("tcp://127.0.0.1:9",)
+        alone = wanted(None, order=PrefillOrder(None, pack(PROMPT)), turn_id=TurnId("alone"))
+        assert not d.transfers.peers.look(alone)
+    finally:
+        busy.close()
+
+
 def test_what_is_no_prompt_is_refused(p: SteppedEngine) -> None:
     client = RpcClient(p.node.rpc.address)
     try:

@@ -240,6 +240,22 @@ if TYPE_CHECKING:
     help="How it reads other workers' KV, tried in that order: shm and readv reach workers of this"
     " host (`ownerserve transfer check` says whether they are open), tcp all.",
 )
+@click.option(
+    "--prefill-peer",
+    "prefill_peers",
+    multiple=True,
+    metavar="ADDRESS",
+    help="RPC address (tcp://HOST:PORT) of a worker that may compute long prompts for this one,"
+    " where no gateway names one; once for each: of several the one that has the least to do is"
+    " asked.",
+)
+@click.option(
+    "--prefill-tokens",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="A prompt of which so much is to be computed is one for a prefill peer.",
+)
 @curve_key_option
 @click.option(
     "--worker-id",
@@ -426,10 +442,19 @@ def _place(flags: dict[str, object], key: FleetKey | None) -> TransferPlace:
 
     roads = tuple(name.strip() for name in str(flags["transfer_roads"]).split(","))
     place = TransferPlace(
-        str(flags["transfer_host"]), int(str(flags["transfer_port"])), key=key, roads=roads
+        str(flags["transfer_host"]),
+        int(str(flags["transfer_port"])),
+        key=key,
+        roads=roads,
+        prefill_peers=_prefill_peers(flags),
     )
     place.check()
     return place
+
+
+def _prefill_peers(flags: dict[str, object]) -> tuple[str, ...]:
+    named = flags["prefill_peers"]
+    return named if isinstance(named, tuple) else ()
 
 
 def _protection(flags: dict[str, object]) -> Protection:
@@ -469,7 +494,10 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
         remote=None if flags["remote"] is None else str(flags["remote"]),
         remote_key_file=remote_key if isinstance(remote_key, Path) else None,
         write=DEFAULT_WRITE if flags["write"] is None else str(flags["write"]),
-        node=NodeSettings(spill_after_s=None if spill_after is None else float(str(spill_after))),
+        node=NodeSettings(
+            spill_after_s=None if spill_after is None else float(str(spill_after)),
+            order_tokens=int(str(flags["prefill_tokens"])) if _prefill_peers(flags) else 0,
+        ),
         evict=str(flags["evict"]),
         watermarks=Watermarks(low, high),
         checkpoints=str(flags["checkpoints"]),

@@ -81,6 +81,7 @@ class NodeState:
         settings = settings or NodeSettings()
         value = RecordValue(names, planner, costs)
         self._has_tiers = bool(settings.below)
+        self.order_tokens = settings.order_tokens
         self.cache = cache
         self.costs = costs
         self.operations = Operations()

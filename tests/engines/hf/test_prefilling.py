@@ -149,3 +149,20 @@ def test_a_client_that_hangs_up_and_a_reader_that_dies_stop_the_prefill(workers:
     turn.join(WAIT_S)
     until(lambda: over() + prefills(p, "unasked") == 2, within_s=WAIT_S, what="the lend expires")
     until(lambda: p.metric("ownerserve_cache_held_blocks") == 0, within_s=WAIT_S, what="no lend")
+
+
+def test_where_no_gateway_names_one_a_known_peer_computes_long_prompts(workers: Any) -> None:
+    p = workers("p")
+    d = workers("d", "--prefill-peer", p.rpc, "--prefill-tokens", "512")
+    short, long = text(300, seed=41), text(900, seed=42)
+    assert d.serve(short, AGENT)["mode"] == "cold_prefill"
+    answer = d.serve(long, SessionId("b" * 32))
+    assert answer["mode"] == "remote_prefill"
+    assert_cold("tiny-qwen3", long, answer)
+    # What a session's next turn adds is short again, and computed where its state is.
+    longer = [*long, *answer["tokens"], *text(60, seed=43)]
+    assert d.serve(longer, SessionId("b" * 32))["mode"] == "direct_append"
+    assert prefills(p, "accepted") == 1
+    p.process.kill()
+    alone = d.serve(text(900, seed=44), SessionId("c" * 32))
+    assert alone["mode"] == "cold_prefill"

@@ -17,7 +17,8 @@ from ownerserve.kv.prefix import Identity, Numerics
 from ownerserve.kv.regions import Region
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.headers import LenderAddress
-from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
+from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest, Status, StatusIs
+from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
@@ -68,7 +69,14 @@ def region(section: PayloadSection, memory: np.ndarray, slots: int) -> Region:
 class Node:
     """A node whose device is two arrays; `between` runs what an engine's thread would."""
 
-    def __init__(self, name: str, *, slots: int = 32, roads: tuple[str, ...] = ROADS) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        slots: int = 32,
+        roads: tuple[str, ...] = ROADS,
+        pending_tokens: int = 0,
+    ) -> None:
         self.cache = HeteroCache(LAYOUT, {"dense": slots, "swa": slots}, 4)
         self.chains = Chains.of(NAMES)
         self.memory = {
@@ -86,8 +94,27 @@ class Node:
         self._thread = ThreadPoolExecutor(1, "engine")
         self.transfers.start(self.between)
         self.rpc = RpcServer()
-        self.rpc.start(self.transfers.answering(nobody))
+        self._pending_tokens = pending_tokens
+        self.rpc.start(self.transfers.answering(self._load))
         self.address = LenderAddress(self.unit, self.rpc.address)
+
+    def _load(self, request: RpcRequest) -> Future[RpcAnswer]:
+        """What its engine would say of its load; it is asked nothing else."""
+        if not isinstance(request, Status):
+            return nobody(request)
+        answer: Future[RpcAnswer] = Future()
+        load = WorkerLoad(
+            unit=self.unit,
+            as_of=0.0,
+            pending_prefill_tokens=self._pending_tokens,
+            running_sequences=0,
+            waiting_sequences=0,
+            kv_bytes_free=0,
+            kv_bytes_evictable=0,
+            kv_bytes_total=0,
+        )
+        answer.set_result(StatusIs(load))
+        return answer
 
     def between(self, work: Callable[[], object]) -> Future[object]:
         return self._thread.submit(work)
@@ -134,7 +161,7 @@ def nobody(request: RpcRequest) -> Future[RpcAnswer]:
     raise RuntimeError("only peers are answered here")
 
 
-def wanted(lender: LenderAddress, **other: object) -> PeerPrefix:
+def wanted(lender: LenderAddress | None, **other: object) -> PeerPrefix:
     """All that a restore of the prompt could ask for."""
     prefix = prefix_of(PROMPT, B)
     assert prefix.hashed is not None

@@ -69,6 +69,7 @@ from ownerserve.node.vocabulary.events import (
     OperationId,
     PeerPrefix,
     PeerRecord,
+    PrefillOrder,
     RecordsFound,
     RestoreOutcome,
     RestoreReport,
@@ -142,6 +143,7 @@ class PendingRestore(msgspec.Struct, eq=False):
     arrived_s: float
     deadline_s: float
     hashed: HashedPrefix | None = None
+    order: PrefillOrder | None = None
     phase: RestorePhase = RestorePhase.LOOKING
     look: Look = Look.NEAR
     operation_id: OperationId = 0
@@ -309,7 +311,8 @@ class Restores:
         )
         pending.resident = min(cap, match.range_tokens // self._block)
         pending.complete, pending.cap = complete, cap
-        if event.order is not None:
+        pending.order = self._order(pending)
+        if pending.order is not None:
             pending.deadline_s += ORDER_S
         # Nothing can be used behind a gap: a long prompt asks for its first cells, and for the
         # rest when those are there. A cold one so costs some ids and not thousands.
@@ -320,6 +323,14 @@ class Restores:
         self._pending[event.turn_id] = pending
         ends = range(pending.resident, pending.upto)
         return [self._ask(pending, ends=ends, points=self._last(pending, complete))]
+
+    def _order(self, pending: PendingRestore) -> PrefillOrder | None:
+        """Return who is to compute the prompt: by the gateway's word, or where none has been said
+        and much is to be computed, whom the node finds."""
+        order = pending.event.order
+        left = (pending.cap - pending.resident) * self._block
+        is_short = order is not None and order.worker is None and left < self._settings.order_tokens
+        return None if is_short else order
 
     def _last(self, pending: PendingRestore, start: int) -> range:
         """Return the last depths in (start, upto], LAST_POINTS at most, to ask points at; the
@@ -355,9 +366,10 @@ class Restores:
         """Return what of this look a peer may hold; None where nobody was named, or the session has
         no name that the peer knows."""
         event = pending.event
-        lender = event.lender if event.order is None else event.order.worker
+        order = pending.order
+        lender = event.lender if order is None else order.worker
         session_id = event.lent_as or event.session_id
-        if lender is None or (event.order is None and session_id is None):
+        if order is None and (lender is None or session_id is None):
             return None
         records = dict[bytes, PeerRecord]()
         for id_, query in asked.items():
@@ -376,7 +388,7 @@ class Restores:
             grid_blocks=pending.names.blocks,
             compute_ms=self._compute_ms(pending),
             turn_id=event.turn_id,
-            order=event.order,
+            order=order,
             resident_tokens=pending.resident * self._block if event.session_id else 0,
         )
 
@@ -386,7 +398,7 @@ class Restores:
         known, price = pending.resident * self._block, self._costs.prices().prefill
         ms = price.ms(pending.cap * self._block - known, known)
         ahead = pending.event.backlog.prefill_tokens
-        return ms + price.ms(ahead, 0) if pending.event.order is not None and ahead > 0 else ms
+        return ms + price.ms(ahead, 0) if pending.order is not None and ahead > 0 else ms
 
     def _found(self, event: RecordsFound, now: float) -> Iterable[Effect]:
         """Take the catalogue's answer: ask on, or decide, and read what the plan wants."""
@@ -690,7 +702,7 @@ class Restores:
         """Return the turn's `Start`, last, and what goes before it: nobody computes its prompt for
         it any more."""
         start = self._start(pending, outcome, now)
-        is_ordered = pending.event.order is not None
+        is_ordered = pending.order is not None
         return [CallOffPrefill(start.turn_id), start] if is_ordered else [start]
 
     def _start(self, pending: PendingRestore, outcome: RestoreOutcome, now: float) -> Start:
@@ -707,7 +719,7 @@ class Restores:
             else 0,
             brought_tokens=self._brought_tokens(pending) if loaded else 0,
             misses=pending.misses,
-            is_ordered=loaded and pending.event.order is not None and self._is_away(pending),
+            is_ordered=loaded and pending.order is not None and self._is_away(pending),
         )
         return Start(turn_id)
 

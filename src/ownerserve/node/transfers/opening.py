@@ -12,6 +12,7 @@ from typing import cast
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
+from ownerserve.kv.addresses import parse_endpoint
 from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.listening import LOOPBACK
 from ownerserve.kv.messages import RoutingUnit
@@ -47,16 +48,21 @@ Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
 class TransferPlace(msgspec.Struct, frozen=True):
     """A `TransferPlace` is where a node is read: an address of this machine, a port (0: a free
     one), and the fleet's key, without which it is on loopback. It reads others by `roads`, tried in
-    that order; with `readv` among them, processes of its user on this machine may read it too."""
+    that order; with `readv` among them, processes of its user on this machine may read it too.
+    `prefill_peers` are RPC addresses of workers of which one computes a long prompt, where no
+    gateway has named one."""
 
     host: str = LOOPBACK
     port: int = 0
     key: FleetKey | None = None
     roads: tuple[str, ...] = ROADS
+    prefill_peers: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise InvalidInput for roads that are none."""
+        """Raise InvalidInput for roads that are none, or peers that have no such address."""
         NodeRoads(None, self.roads)
+        for peer in self.prefill_peers:
+            parse_endpoint(peer, field="prefill-peer", mend="give its tcp://HOST:PORT of RPC")
 
 
 class TransferCounts(msgspec.Struct, frozen=True):
@@ -104,6 +110,7 @@ class NodeTransfers:
             )
         )
         self.peers = Peers(self.service, sections, block_tokens)
+        self.peers.orders.known = place.prefill_peers
         self.prefills: Prefills | None = None
         """What is computed here for others; None: nothing is."""
         self._is_started = False

@@ -19,6 +19,7 @@ from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import Accepted, Nonce, Prefill, PrefixIs, new_nonce
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.vocabulary.events import PeerPrefix, PrefillOrder
+from ownerserve.transfer.control.target import LEND_S
 
 log = logging.getLogger("ownerserve.transfer")
 
@@ -31,7 +32,7 @@ class PlacedOrder(msgspec.Struct, frozen=True, eq=False):
     """A `PlacedOrder` is what was asked of whom, and what was answered; `accepted` None: nobody
     computes it."""
 
-    worker: LenderAddress
+    worker: LenderAddress | None
     nonce: Nonce
     accepted: Accepted | None
 
@@ -46,12 +47,13 @@ class PlacedOrder(msgspec.Struct, frozen=True, eq=False):
 
 class Orders:
     """`Orders` owns the orders of the turns that are here. `own`: where this worker's peers reach
-    it, to read what a session has here; None: they can't. `counts` says what came of them: metric
-    labels."""
+    it, to read what a session has here; None: they can't. `known`: RPC addresses of peers of which
+    one computes where nobody was named. `counts` says what came of them: metric labels."""
 
     def __init__(self, service: TransferService) -> None:
         self.counts: Counter[str] = Counter()
         self.own: LenderAddress | None = None
+        self.known: tuple[str, ...] = ()
         self._service = service
         self._placed: dict[TurnId, PlacedOrder] = {}
         self._under_way: dict[TurnId, bool] = {}
@@ -67,10 +69,11 @@ class Orders:
         if before is not None:
             return before
         assert prefix.order is not None
-        worker, nonce = prefix.order.worker, new_nonce()
-        asked = self._asked(prefix.order, prefix)
-        accepted = self._service.order(worker, asked, nonce, compute_ms=prefix.compute_ms)
-        if accepted is not None and _is_late(accepted, prefix):
+        worker, nonce, accepted = prefix.order.worker or self._least(), new_nonce(), None
+        if worker is not None:
+            asked = self._asked(prefix.order, prefix)
+            accepted = self._service.order(worker, asked, nonce, compute_ms=prefix.compute_ms)
+        if worker is not None and accepted is not None and _is_late(accepted, prefix):
             self._service.call_off(worker, nonce)
             self.counts["late"] += 1
             accepted = None
@@ -81,9 +84,12 @@ class Orders:
             is_wanted = self._under_way.pop(prefix.turn_id)
             if is_wanted:
                 self._placed[prefix.turn_id] = order
-        if not is_wanted and accepted is not None:
+        if not is_wanted and worker is not None and accepted is not None:
             self._service.call_off(worker, nonce)
         return order
+
+    def _least(self) -> LenderAddress | None:
+        return self._service.least_pending(self.known, within_s=LEND_S) if self.known else None
 
     def _asked(self, order: PrefillOrder, prefix: PeerPrefix) -> Prefill:
         """Return what is asked, with where the beginning of the prompt is to be had."""
@@ -99,7 +105,7 @@ class Orders:
             order = self._placed.pop(turn_id, None)
             if turn_id in self._under_way:
                 self._under_way[turn_id] = False
-        if order is not None and order.accepted is not None:
+        if order is not None and order.worker is not None and order.accepted is not None:
             self._service.call_off(order.worker, order.nonce)
 
 

@@ -59,10 +59,11 @@ _Asked = tuple[LenderAddress, SessionId, int]
 
 
 class PeerOffer(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A `PeerOffer` is a record that a peer is said to hold, among the first `tokens` tokens.
+    """A `PeerOffer` is a record that `lender` is said to hold, among the first `tokens` tokens.
     `turn_id`: its turn computes it, and is ready in `ready_ms`."""
 
     prefix: PeerPrefix
+    lender: LenderAddress
     record: PeerRecord
     tokens: int
     turn_id: TurnId = NO_TURN
@@ -98,7 +99,8 @@ class Peers:
         """Return which of the records that the prefix is cut into its peer could lend."""
         order = None if prefix.order is None else self.orders.placed(prefix)
         held = self._held(prefix) if order is None else order.will_hold
-        if held is None or not held.tokens:
+        lender = prefix.lender if order is None else order.worker
+        if held is None or lender is None or not held.tokens:
             self.looks["silent" if held is None else "nothing"] += 1
             return frozenset()
         depth = min(held.tokens, prefix.tokens) // self._block
@@ -110,7 +112,7 @@ class Peers:
         if order is not None and order.accepted is not None:
             turn_id, ready_ms = order.accepted.turn_id, order.accepted.ready_ms
         offers = {
-            id_: PeerOffer(prefix, record, held.tokens, turn_id, ready_ms)
+            id_: PeerOffer(prefix, lender, record, held.tokens, turn_id, ready_ms)
             for id_, record in prefix.records.items()
             if self._is_held(record, depth, points, grid=prefix.grid_blocks)
         }
@@ -123,7 +125,7 @@ class Peers:
 
     def _held(self, prefix: PeerPrefix) -> PrefixIs | None:
         """Return what the peer says; a restore looks several times, and the peer is asked once."""
-        assert prefix.session_id is not None, "a peer is asked by a session's name"
+        assert prefix.session_id is not None and prefix.lender is not None, "it is asked by name"
         key = (prefix.lender, prefix.session_id, prefix.tokens)
         with self._lock:
             told = self._told.get(key)
@@ -192,13 +194,13 @@ class Peers:
         self, wanted: tuple[WantedArtifact, ...], hint: SessionHint, offer: PeerOffer
     ) -> Brought | None:
         """Bring, and wait for it; None: it was given up, here or with the service."""
-        prefix, may_ms = offer.prefix, offer.prefix.compute_ms or inf
+        may_ms = offer.prefix.compute_ms or inf
         if offer.turn_id != NO_TURN:
             may_ms = ORDER_SHARE * max(may_ms, offer.ready_ms)
         key = tuple(one.piece.artifact for one in wanted)
         try:
             bringing = self._service.bring(
-                wanted, prefix.lender, hint, compute_ms=may_ms, turn_id=offer.turn_id
+                wanted, offer.lender, hint, compute_ms=may_ms, turn_id=offer.turn_id
             )
             with self._lock:
                 self._bringing[key] = bringing

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
@@ -99,6 +99,18 @@ class TransferService:
             return ordering.result(within_s + STOP_S)
         except NotInTime:
             ordering.cancel()
+            return None
+
+    def least_pending(self, addresses: Sequence[str], *, within_s: float) -> LenderAddress | None:
+        """Return which of the peers at these RPC addresses has the least to compute; None: none
+        answers. Waits; not for the engine's thread."""
+        asking = asyncio.run_coroutine_threadsafe(
+            self.target.least_pending(addresses, within_s), self._loop
+        )
+        try:
+            return asking.result(within_s + STOP_S)
+        except NotInTime:
+            asking.cancel()
             return None
 
     def call_off(self, worker: LenderAddress, nonce: Nonce) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from math import inf
 from typing import NamedTuple, Protocol
@@ -35,6 +35,8 @@ from ownerserve.kv.wire.rpc import (
     PrefixIs,
     RpcRequest,
     Said,
+    Status,
+    StatusIs,
     decode_answer,
     encode,
     new_nonce,
@@ -203,6 +205,19 @@ class TargetSide:
             return said
         self.call_off(worker, nonce)
         return None
+
+    async def least_pending(
+        self, addresses: Sequence[str], within_s: float
+    ) -> LenderAddress | None:
+        """Return which of the peers at these RPC addresses has the least to compute, by its own
+        word now; None: none answers."""
+        asking = (self._ask(one, Status(), within_s=within_s) for one in addresses)
+        said = zip(addresses, await asyncio.gather(*asking), strict=True)
+        told = [(one.status, address) for address, one in said if isinstance(one, StatusIs)]
+        if not told:
+            return None
+        load, address = min(told, key=lambda one: one[0].pending_prefill_tokens)
+        return LenderAddress(load.unit, address)
 
     def call_off(self, worker: LenderAddress, nonce: Nonce) -> None:
         """Tell a peer that what was ordered under the nonce is not wanted any more."""

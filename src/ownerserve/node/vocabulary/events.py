@@ -31,9 +31,10 @@ OperationId = int
 
 class PrefillOrder(msgspec.Struct, frozen=True, eq=False):
     """A prefill order asks another worker to compute a prompt, which is read from there: the ids of
-    its `tokens`, little-endian uint32, whose state is apart by `cache_salt`."""
+    its `tokens`, little-endian uint32, whose state is apart by `cache_salt`. `worker` None: that of
+    those that this node knows which has the least to do, where much is to be computed."""
 
-    worker: LenderAddress
+    worker: LenderAddress | None
     tokens: bytes
     cache_salt: str = ""
 
@@ -235,7 +236,7 @@ class PeerPrefix(msgspec.Struct, frozen=True, eq=False):
     peer is to compute it for the turn, and may read the first `resident_tokens`, which this side
     has."""
 
-    lender: LenderAddress
+    lender: LenderAddress | None
     session_id: SessionId | None
     parent: SessionId | None
     tokens: int

@@ -27,6 +27,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     copy_bytes_a_tick   most bytes read off the device between two engine steps
     copies_in_flight    most records being written at once
     hold_ms_per_s       price of device memory while it holds an idle session's state
+    order_tokens        a prompt of which so much is to be computed is ordered of a peer that the
+                        node knows, where no gateway has named one; 0: none is
     """
 
     below: frozenset[Tier] = BELOW
@@ -39,6 +41,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     copy_bytes_a_tick: int = 4 * MIB
     copies_in_flight: int = 32
     hold_ms_per_s: float = 1.0
+    order_tokens: int = 0
 
     def __post_init__(self) -> None:
         for field in ("record_blocks", "attempts", "copy_bytes_a_tick", "copies_in_flight"):

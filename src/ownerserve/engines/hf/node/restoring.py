@@ -24,7 +24,6 @@ from ownerserve.engines.hf.scheduling.step import AdmittedPrompt, Chunk, StepPla
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import pack
-from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
 from ownerserve.node.restore.sources import LOADS, Walks
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
@@ -283,10 +282,6 @@ def _name_answer(chains: Chains, residents: ResidentState, session_id: SessionId
         chains.digests(tokens, session_id)
 
 
-def _order(worker: LenderAddress, prompt: PromptPrefix, cache_salt: str) -> PrefillOrder:
-    return PrefillOrder(worker, pack(prompt.plain(0, prompt.count)), cache_salt)
-
-
 class _Turn(msgspec.Struct, eq=False):
     """A `_Turn` keeps a turn's times, in seconds of the loop's clock, and what was restored."""
 
@@ -334,7 +329,6 @@ class WithNode:
         session = SessionId(request.session_id) if request.session_id else None
         self._turns[turn_id] = _Turn(session, count, backlog, now)
         self._scheduler.hold(turn_id)
-        worker = request.decode_from
         event = TurnArrived(
             turn_id,
             session,
@@ -344,9 +338,17 @@ class WithNode:
             parent=request.parent,
             lender=request.bring_from,
             lent_as=request.lent_as,
-            order=None if worker is None else _order(worker, prompt, request.cache_salt),
+            order=self._order(request, prompt),
         )
         self._start(self._node.handle(event, now))
+
+    def _order(self, request: EngineRequest, prompt: PromptPrefix) -> PrefillOrder | None:
+        """Return who is to compute the prompt, if anybody else is; what is computed for another is
+        not ordered on."""
+        worker, least = request.decode_from, self._node.state.order_tokens
+        if request.begins or (worker is None and not 0 < least <= prompt.count):
+            return None
+        return PrefillOrder(worker, pack(prompt.plain(0, prompt.count)), request.cache_salt)
 
     def poll(self) -> None:
         """Take what the store has answered and copy what is idle; called between two steps."""
