@@ -42,7 +42,7 @@ test: setup      ## the tests that are fast: no engine, no kills; minutes
 	$(RUN_TESTS) -n auto --maxprocesses 4 --dist loadfile -m "not vllm and not engine and not slow and not crash"
 
 test-all: setup  ## the rest of those that need no GPU and no vLLM: with the reference engine, kills, slow ones
-	$(RUN_TESTS) -m "not vllm and (engine or slow or crash)"
+	$(RUN_TESTS) -n auto --maxprocesses 2 --dist loadfile -m "not vllm and (engine or slow or crash)"
 
 MINUTES     ?= 10
 

@@ -131,7 +131,8 @@ def test_what_the_files_say_anew_is_so_and_what_can_not_be_is_named(
     served.write()
     said = served.reload()
     assert set(said["changed"]) == {
-        "hot-ms, cool-s", "canary-share", "log-level", "receipts", "drain-timeout", "worker",
+        "hot-ms, cool-s, long-tokens", "canary-share", "log-level", "receipts", "drain-timeout",
+        "worker",
     }  # fmt: skip
     assert said["stays"] == ["seats"]
     assert "x-ownerserve-priced" not in served.turn(LATER, **{"x-session-id": "s"}).headers
@@ -156,7 +157,7 @@ def test_what_an_operator_did_since_stays_unless_the_file_says_something_of_it(
     assert asked(served.admin_url, "PUT", "/mode", {"mode": "bypass"})[0] == 200
     served.says["hot-ms"] = "500"
     served.write()
-    assert 'changed="hot-ms, cool-s"' in served.hang_up()
+    assert 'changed="hot-ms, cool-s, long-tokens"' in served.hang_up()
     assert asked(served.admin_url, "GET", "/rollout")[1]["mode"] == "bypass"
     served.says["mode"] = '"shadow"'
     served.write()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -120,6 +121,22 @@ def test_another_life_of_the_unit_lends_nothing(near: Node, far: Node) -> None:
     prefix = wanted(LenderAddress(other, near.rpc.address))
     offered = far.transfers.peers.look(prefix)
     assert isinstance(far.transfers.peers.read(cells(prefix, offered)), ReadMiss)
+
+
+def test_nothing_stays_open_to_a_workers_former_lives(far: Node) -> None:
+    """A worker begins again and again: who reads it has as much open as after the first time."""
+    open_then = list[int]()
+    for life in range(1, 5):
+        near = Node("near", life=life)
+        try:
+            near.turn(AGENT, PROMPT)
+            prefix = wanted(near.address)
+            read = far.transfers.peers.read(cells(prefix, far.transfers.peers.look(prefix)))
+            assert isinstance(read, ReadHit), far.transfers.counts()
+            open_then.append(len(list(Path("/proc/self/fd").iterdir())))
+        finally:
+            near.close()
+    assert open_then[-1] <= open_then[0] + 2, open_then
 
 
 def test_a_lent_prefix_is_not_used_again_while_it_is_read(near: Node) -> None:

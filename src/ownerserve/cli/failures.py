@@ -28,6 +28,7 @@ EXTRAS = {
     "kubernetes": "kubernetes",
     "matplotlib": "report",
     "mooncake": "mooncake",
+    "nixl": "nixl",
     "opentelemetry": "otel",
     "ray": "ray",
     "redis": "valkey",

@@ -76,6 +76,7 @@ class Node:
         slots: int = 32,
         roads: tuple[str, ...] = ROADS,
         pending_tokens: int = 0,
+        life: int = 1000,
     ) -> None:
         self.cache = HeteroCache(LAYOUT, {"dense": slots, "swa": slots}, 4)
         self.chains = Chains.of(NAMES)
@@ -87,7 +88,7 @@ class Node:
         }
         told = tuple(region(SECTIONS[of], memory, slots) for of, memory in self.memory.items())
         self.lending = Lending(self.cache, NAMES, self.chains, regions=lambda: told)
-        self.unit = RoutingUnit(WorkerId(name), 0, Incarnation(1000))
+        self.unit = RoutingUnit(WorkerId(name), 0, Incarnation(life))
         self.transfers = NodeTransfers(
             self.unit, self.lending, SECTIONS, block_tokens=B, place=TransferPlace(roads=roads)
         )

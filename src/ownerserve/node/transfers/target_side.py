@@ -17,7 +17,7 @@ import msgspec
 from ownerserve.kv.addresses import parse_endpoint
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.frame import PayloadSection
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.framed import AsyncFramedClient
@@ -143,6 +143,8 @@ class TargetSide:
         self._hints: dict[Nonce, SessionHint] = {}
         self._landings: dict[int, tuple[int, Landing]] = {}
         self._lines: dict[str, AsyncFramedClient] = {}
+        self._met: dict[WorkerId, LenderAddress] = {}
+        """The life of each worker that was asked last, and where."""
         self._movers: dict[tuple[str, str, RoutingUnit], Mover] = {}
         self._memory: dict[tuple[RoutingUnit, int], LenderPlaces] = {}
         self._boot = own_name().boot
@@ -155,6 +157,7 @@ class TargetSide:
     ) -> PrefixIs | None:
         """Ask what a peer holds of a session; None: no answer in time."""
         assert hint.session_id is not None
+        self._meet(lender)
         asked = AskPrefix(hint.session_id, hint.tokens, hint.parent)
         said = await self._ask(lender.address, asked, within_s=within_s)
         return said if isinstance(said, PrefixIs) else None
@@ -170,6 +173,7 @@ class TargetSide:
     ) -> Brought:
         """Bring all that is wanted, or nothing: what the lender holds, or its turn of that id
         computes. It may take `compute_ms`. Cancelled, it is not wanted any more."""
+        self._meet(lender)
         number = next(self._numbers)
         bring = _Bring(wanted, new_nonce(), self._loop.create_future())
         self._brings[number] = bring
@@ -196,6 +200,7 @@ class TargetSide:
     ) -> Accepted | None:
         """Have a peer compute a prompt; None: it does not, and what of it may have begun is called
         off."""
+        self._meet(worker)
         try:
             said = await self._ask(worker.address, asked, within_s=within_s, nonce=nonce)
         except InvalidInput as error:  # longer than a frame may be
@@ -332,6 +337,23 @@ class TargetSide:
             if isinstance(ended, ReadLanded):
                 self.read_bytes += ended.bytes
             self._handle(ReadEnded(ended))
+
+    def _meet(self, lender: LenderAddress) -> None:
+        """Let go of what is open to a former life of the lender's worker: nobody is there."""
+        former = self._met.get(lender.unit.worker)
+        self._met[lender.unit.worker] = lender
+        if former is None or former.unit == lender.unit:
+            return
+        gone = {id(one): one for key, one in self._movers.items() if key[2] == former.unit}
+        for mover in gone.values():
+            self._drop(mover)
+            for ended in mover.ended():
+                self._reads.pop(ended.number, None)
+                self._later(ReadEnded(ended))
+        for place in [place for place in self._memory if place[0] == former.unit]:
+            del self._memory[place]
+        if former.address != lender.address and (line := self._lines.pop(former.address, None)):
+            line.close()
 
     def _drop(self, mover: Mover) -> None:
         """Close a road on which nobody is read any more; the next read opens it anew."""
