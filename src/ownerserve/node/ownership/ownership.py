@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -211,7 +211,7 @@ class Ownership:
         """The directory's that was told of what is held here."""
         self._block_tokens = block_tokens
         self._kinds = kinds
-        self._inbox: SimpleQueue[Told | None] = SimpleQueue()
+        self._inbox: Queue[Told | None] = Queue()  # a SimpleQueue can sleep past its timeout
         self._closing = threading.Event()
         self._is_failing = False
         """Whether the last try met a fault."""

@@ -57,8 +57,9 @@ BUFFERS_BYTES = 2 * GIB
 CLOSE_S = 10.0
 """How long the tiers have to flush and to let another writer in."""
 
-BRINGS_AT_ONCE = 32
-"""So many turns may wait for what other workers hold, or compute for them."""
+BRINGS_AT_ONCE = 6
+"""So many turns may wait for what other workers hold, or compute for them, beside the store's own
+reads: each waits on a thread, which has a connection of its own to the index."""
 
 MEDIUM_OF = {"memory": Tier.HOST, "disk": Tier.DISK, "remote": Tier.REMOTE}
 

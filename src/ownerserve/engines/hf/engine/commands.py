@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from threading import Lock
 from typing import Protocol
 
@@ -139,7 +139,7 @@ class Inbox:
     when the thread ends."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Command] = SimpleQueue()
+        self._queue: Queue[Command] = Queue()  # a SimpleQueue can sleep past its timeout
         self._lock = Lock()
         self._closed_because: str | None = None
 

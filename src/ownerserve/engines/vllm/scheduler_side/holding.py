@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
@@ -83,7 +83,7 @@ class Holding:
         self._planning: tuple[Planner, Prices] | None = None
         self._waiting: list[_AskedPage] = []
         self._journal: Journal | None = Journal(journal)
-        self._inbox: SimpleQueue[Chore | None] = SimpleQueue()
+        self._inbox: Queue[Chore | None] = Queue()  # a SimpleQueue can sleep past its timeout
         found = self._journal.found
         self._tell(lambda: self._residency.remembered(found, _now()))
         self._thread = Thread(target=self._run, name="ownerserve-holding", daemon=True)
