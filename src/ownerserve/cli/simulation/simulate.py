@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from ownerserve.report.unserved import served_nothing, unserved
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.policies import ROUTING_POLICIES
 from ownerserve.sim.config.faults import Fault, read_faults
-from ownerserve.sim.config.granted import EngineAbilities, granted
 from ownerserve.sim.config.setup import PD, Links, SimSetup, Tiers
 from ownerserve.sim.engine.batch import FOLD_MAX
 from ownerserve.sim.engine.pace import paces
@@ -218,7 +217,7 @@ def command(
     if lists_paces:
         console.print("\n".join(paces()), highlight=False)
         return
-    names = _policies(given["policies"], given["abilities"])
+    names = _policies(given["policies"], _setup("ownerserve", given).granted.actions)
     setups = {name: _setup(name, given) for name in names}
     loaded = _load(trace, given, console)
     result = _simulate(loaded, setups, given, console)
@@ -249,11 +248,12 @@ def _warn(console: Console, lines: list[str]) -> None:
         console.print(line, style="yellow", highlight=False)
 
 
-def _policies(given: Sequence[str], abilities: EngineAbilities) -> list[str]:
-    """Return the policies that are named; `all` is all that such engines can carry out."""
+def _policies(given: Sequence[str], offered: Collection[PlacementAction]) -> list[str]:
+    """Return the policies that are named; `all` is all that workers who offer this can carry
+    out."""
     names = [name.strip() for text in given for name in text.split(",")]
     if "all" in names:
-        splits = PlacementAction.REMOTE_PREFILL in granted(abilities).actions
+        splits = PlacementAction.REMOTE_PREFILL in offered
         names = [name for name in ROUTING_POLICIES if splits or name not in PD]
     for name in names:
         if name not in ROUTING_POLICIES:
