@@ -8,8 +8,7 @@ Any thread may call. Each turn has one order, however often it is looked for.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from threading import Lock
 
 import msgspec
@@ -21,8 +20,9 @@ from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.vocabulary.events import PeerPrefix, PrefillOrder
 from ownerserve.transfer.control.target import LEND_S
 
-log = logging.getLogger("ownerserve.transfer")
-
+PLACED_KEPT = 1024
+"""More turns than wait at once. A look that began before its turn was given up may place an order
+that nobody calls off; its peer gives that up itself."""
 LATE_SHARE = 4.0
 """A peer that is ready only after so many times what computing takes, here or there, is not waited
 for: it has others to serve first. A worker that decodes knows its own price of a prompt least."""
@@ -55,7 +55,7 @@ class Orders:
         self.own: LenderAddress | None = None
         self.known: tuple[str, ...] = ()
         self._service = service
-        self._placed: dict[TurnId, PlacedOrder] = {}
+        self._placed: OrderedDict[TurnId, PlacedOrder] = OrderedDict()
         self._under_way: dict[TurnId, bool] = {}
         """Whether a turn whose order has not been answered yet still waits for it."""
         self._lock = Lock()
@@ -84,6 +84,8 @@ class Orders:
             is_wanted = self._under_way.pop(prefix.turn_id)
             if is_wanted:
                 self._placed[prefix.turn_id] = order
+                if len(self._placed) > PLACED_KEPT:
+                    self._placed.popitem(last=False)
         if not is_wanted and worker is not None and accepted is not None:
             self._service.call_off(worker, nonce)
         return order
