@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from ownerserve.kv.ids import Incarnation, SessionId  # noqa: E402
 from ownerserve.kv.messages import RoutingUnit  # noqa: E402
 from ownerserve.kv.wire.headers import LenderAddress  # noqa: E402
-from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
+from tests.support.hf.engine_rig import assert_cold, text  # noqa: E402
 from tests.support.hf.worker_process import WorkerProcess  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
@@ -57,14 +57,6 @@ def test_each_road_brings_the_same(road: str, workers: Any) -> None:
 
 def brought(worker: WorkerProcess) -> float:
     return worker.metric('ownerserve_brought_total{end="brought"}')
-
-
-def assert_cold(model: str, prompt: list[int], answer: dict[str, Any]) -> None:
-    """The answer is a cold engine's, as far as it can tell."""
-    tokens = answer["tokens"]
-    rows = reference(model, prompt, tokens)
-    for row, token, logprob in zip(rows, tokens, answer["logprobs"], strict=True):
-        assert abs(float(row[token]) - logprob) <= TOLERANCE
 
 
 @pytest.mark.parametrize("model", FAMILIES)

@@ -22,7 +22,7 @@ from ownerserve.kv.wire.headers import (  # noqa: E402
     TurnLine,
     encode_turn_line,
 )
-from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
+from tests.support.hf.engine_rig import assert_cold, text  # noqa: E402
 from tests.support.hf.fleet_rig import WAIT_S  # noqa: E402
 from tests.support.hf.worker_process import WorkerProcess  # noqa: E402
 from tests.support.waits import until  # noqa: E402
@@ -49,14 +49,6 @@ def workers(tmp_path: Path) -> Iterator[Any]:
 
 def address(worker: WorkerProcess) -> LenderAddress:
     return LenderAddress(worker.unit, worker.rpc)
-
-
-def assert_cold(model: str, prompt: list[int], answer: dict[str, Any]) -> None:
-    """The answer is a cold engine's, as far as it can tell."""
-    tokens = answer["tokens"]
-    rows = reference(model, prompt, tokens)
-    for row, token, logprob in zip(rows, tokens, answer["logprobs"], strict=True):
-        assert abs(float(row[token]) - logprob) <= TOLERANCE
 
 
 def prefills(worker: WorkerProcess, end: str) -> float:

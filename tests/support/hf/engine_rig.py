@@ -233,3 +233,11 @@ def assert_right(answer: Answer, *, choice: int = 0, name: str = "tiny-v4") -> N
     error = worst_error(answer, choice=choice, name=name)
     assert not error > TOLERANCE, error
     assert error == error, "NaN"
+
+
+def assert_cold(model: str, prompt: Sequence[int], answer: dict[str, Any]) -> None:
+    """The answer of a worker is a cold engine's, as far as it can tell."""
+    tokens = answer["tokens"]
+    rows = reference(model, prompt, tokens)
+    for row, token, logprob in zip(rows, tokens, answer["logprobs"], strict=True):
+        assert abs(float(row[token]) - logprob) <= TOLERANCE
