@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.wire.status import WorkerLoad
+from ownerserve.kv.wire.status import RefillShare, WorkerLoad
 from ownerserve.router.admission import Answer, SeatSettings, SessionAdmission, Wait
 from ownerserve.router.entry.fair import Ticket
 from ownerserve.router.entry.kept import PLACE_KEPT_S
@@ -347,6 +347,80 @@ def test_who_was_inside_waits_for_its_room_no_longer_than_is_set() -> None:
     assert room.impatient == 0
 
 
+def outgrown(
+    *refilled: float | None, busy: float | None = 0.9, to: int = 70_000
+) -> SessionAdmission:
+    """Two sessions that were let in small have grown, and no turn of them runs. Workers say what
+    part of their time refills would take, or nothing, and how busy they are, or nothing."""
+    room, workers = idle_seats(*[KNOWN] * len(refilled))
+    for worker, share in zip(workers, refilled, strict=True):
+        shares = () if share is None else (RefillShare(1, share),)
+        said = word(worker, free=0, evictable=0)
+        worker.stamp(replace(said, refill_shares=shares, busy_share=busy), 0.0)
+        load(worker, sequences=1)
+    for name in "ab":
+        assert room.ask(s(name), 30_000, parent=None, now_s=0.0) == ENTER
+    for name in "ab":
+        room.ended(s(name), to, 1.0)
+    return room
+
+
+def test_who_lost_its_state_makes_room_where_contexts_outgrow_what_refills_can_bring_back() -> None:
+    """Else all turns of all inside compute all they had, displace each other, and that for ever."""
+    room = outgrown(1.5)
+    lost = room.ask(s("a"), 70_500, parent=None, now_s=2.0, absent_tokens=60_000)
+    assert isinstance(lost, Wait) and lost.reason is WaitReason.STATE
+    assert room.due(3.0) == []
+    new = room.ask(s("n"), 1_000, parent=None, now_s=3.0)
+    assert isinstance(new, Wait), "it has room, but those who began come first"
+    room.over(s("b"))
+    assert room.due(4.0) == [lost.ticket, new.ticket]
+    room.check()
+
+
+def test_it_waits_for_its_room_no_longer_than_is_set() -> None:
+    room = outgrown(1.5)
+    assert room.ask(s("b"), 70_000, parent=None, now_s=1.5) == ENTER
+    lost = room.ask(s("a"), 70_500, parent=None, now_s=2.0, absent_tokens=60_000)
+    assert isinstance(lost, Wait)
+    assert room.due(3.0) == [], "it has no seat"
+    assert room.due(100.0) == [], "b runs, so its seat does not go cold"
+    assert room.due(301.0) == []
+    assert room.due(302.0) == [lost.ticket]
+
+
+@pytest.mark.parametrize(
+    ("refilled", "busy", "to", "absent"),
+    [
+        ((1.0,), 0.9, 70_000, 60_000),
+        ((None,), 0.9, 70_000, 60_000),
+        ((1.5,), 0.7, 70_000, 60_000),
+        ((1.5,), None, 70_000, 60_000),
+        ((1.5,), 0.9, 45_000, 40_000),
+        ((1.5,), 0.9, 70_000, 8_000),
+        ((1.5, 0.9), 0.9, 140_000, 60_000),
+        ((1.5, None), 0.9, 140_000, 60_000),
+    ],
+    ids=[
+        "time for refills", "refills untold", "idle time", "idle time untold", "room",
+        "little lost", "time elsewhere", "untold elsewhere",
+    ],
+)  # fmt: skip
+def test_it_goes_on_where_there_is_room_or_time(
+    refilled: tuple[float | None, ...], busy: float | None, to: int, absent: int
+) -> None:
+    room = outgrown(*refilled, busy=busy, to=to)
+    assert room.ask(s("a"), to, parent=None, now_s=2.0, absent_tokens=absent) == ENTER
+
+
+def test_it_goes_on_where_another_turn_of_it_runs_and_beside_its_parent() -> None:
+    room = outgrown(1.5)
+    assert room.ask(s("a"), 70_000, parent=None, now_s=2.0) == ENTER
+    assert room.ask(s("a"), 70_000, parent=None, now_s=2.0, absent_tokens=60_000) == ENTER
+    child = room.ask(s("c"), 70_000, parent=s("b"), now_s=2.0, absent_tokens=60_000)
+    assert child == ENTER
+
+
 def test_who_finds_its_state_or_lost_little_of_it_never_waits() -> None:
     assert away_for(seats(), 1.0, absent=0) == ENTER
     assert away_for(seats(), 1.0, absent=8_000) == ENTER
@@ -623,3 +697,101 @@ IdlePlay.TestCase.settings = settings(
     max_examples=examples(60), stateful_step_count=40, deadline=None
 )
 TestIdlePlay = IdlePlay.TestCase
+
+
+class OutgrownPlay(RuleBasedStateMachine):
+    """Sessions that outgrow the memory, whose state goes, at workers whose time for refills comes
+    and goes: who has begun waits so long at most as is set, and nobody waits twice at once."""
+
+    LONGEST_S = 300.0
+    """A session that has begun waits so long for memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room, self.workers = idle_seats(KNOWN, KNOWN, rules=RULES)
+        self.now = 0.0
+        self.contexts: dict[str, int] = {}
+        self.live: set[str] = set()
+        self.held: dict[Ticket, tuple[str, float]] = {}
+        self.new: dict[Ticket, str] = {}
+        for worker in self.workers:
+            load(worker, sequences=1)
+
+    @rule(worker=st.integers(0, 1), share=st.sampled_from([0.0, 0.9, 1.1, 1000.0]))
+    def a_worker_says_what_refills_take(self, worker: int, share: float) -> None:
+        said = word(self.workers[worker], free=0, evictable=0, as_of=self.now)
+        said = replace(said, refill_shares=(RefillShare(1, share),), busy_share=0.9)
+        self.workers[worker].stamp(said, self.now)
+
+    @rule(tokens=st.integers(1, 90_000))
+    def a_session_comes(self, tokens: int) -> None:
+        name = f"n{len(self.contexts)}"
+        self.contexts[name] = tokens
+        answer = self.room.ask(s(name), tokens, parent=None, now_s=self.now)
+        if isinstance(answer, Wait):
+            assert answer.reason is WaitReason.SEAT
+            self.new[answer.ticket] = name
+        else:
+            self.live.add(name)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), more=st.integers(0, 60_000), is_over=st.booleans())
+    def a_turn_ends(self, data: st.DataObject, more: int, is_over: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self.live.remove(name)
+        self.contexts[name] += more
+        self.room.ended(s(name), self.contexts[name], self.now)
+        if is_over:
+            self.room.over(s(name))
+            del self.contexts[name]
+            self.contexts[f"{name} is over"] = 0
+        self.let_in()
+
+    def idle(self) -> list[str]:
+        away = self.live | set(self.new.values()) | {name for name, _ in self.held.values()}
+        return sorted(name for name, tokens in self.contexts.items() if tokens and name not in away)
+
+    @precondition(lambda self: self.idle())
+    @rule(data=st.data(), is_lost=st.booleans())
+    def a_session_comes_back(self, data: st.DataObject, is_lost: bool) -> None:
+        name = data.draw(st.sampled_from(self.idle()))
+        tokens = self.contexts[name]
+        answer = self.room.ask(
+            s(name), tokens, parent=None, now_s=self.now, absent_tokens=tokens if is_lost else 0
+        )
+        if isinstance(answer, Wait):
+            assert is_lost and answer.reason is WaitReason.STATE
+            self.held[answer.ticket] = name, self.now
+        else:
+            self.live.add(name)
+
+    @rule(passed_s=st.floats(0.0, 200.0))
+    def time_passes(self, passed_s: float) -> None:
+        end_s = self.now + passed_s
+        while (due_s := self.room.next_due_s()) is not None and due_s <= end_s:
+            self.now = max(due_s, self.now)
+            if not self.let_in():
+                break
+        self.now = end_s
+        while self.let_in():
+            pass
+
+    def let_in(self) -> bool:
+        found = self.room.due(self.now)
+        for ticket in found:
+            name = self.new.pop(ticket, None) or self.held.pop(ticket)[0]
+            self.live.add(name)
+        return bool(found)
+
+    @invariant()
+    def books_agree_and_nobody_who_has_begun_waits_for_too_long(self) -> None:
+        self.room.check()
+        assert self.room.waiting == len(self.held) + len(self.new)
+        for name, since_s in self.held.values():
+            assert self.now <= since_s + self.LONGEST_S, name
+
+
+OutgrownPlay.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)
+TestOutgrownPlay = OutgrownPlay.TestCase

@@ -21,7 +21,9 @@ A session is inside while a turn of it runs and for a stay after, `idle_s` at mo
 from what the fleet does (entry/stay.py). One that comes back later and finds its state where it was
 goes on; if some long part of it is gone from every tier, and seats are kept for less than the
 longest stay just then, it takes memory like a new one: it waits for room, before all new ones,
-`return_s` at most.
+`return_s` at most. So does one inside whose state is gone, once the contexts inside have outgrown
+the memory and engines have no time for refills: what is known as load control of a machine that
+thrashes (Denning, Working Sets Past and Present, 1980).
 
 Each model has seats and a line of its own (entry/by_model.py), in the memory of the workers that
 serve it; stay and growth are the fleet's. Where the memory of one of those is not known, there is
@@ -304,10 +306,16 @@ class SessionAdmission:
         *,
         model: str | None,
     ) -> bool:
-        """Return whether a session that was inside before, and of whose state a long part is gone,
-        waits for room: seats are kept for less than the longest stay."""
-        if self._seats.where(session) is not None or self._seats.where(parent) is not None:
+        """Return whether a session of whose state a long part is gone waits for room: one that was
+        inside before while seats are kept for less than the longest stay; one inside, which gives
+        its seat up, while sessions displace one another."""
+        if self._seats.where(parent) is not None:
             return False
+        if (seats := self._seats.where(session)) is not None:
+            if not seats.makes_room(session, prompt):
+                return False
+            seats.inside.stand_up(session)
+            return True
         if self.stay.seconds >= self.settings.idle_s:
             return False
         return not self._seats.of_model(model).takes_back(prompt, model=model)

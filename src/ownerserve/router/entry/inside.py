@@ -66,6 +66,11 @@ class SessionsInside:
         self._seats.move_to_end(session)
         return seat
 
+    def runs(self, session: SessionId) -> bool:
+        """Return whether a turn of the session runs."""
+        seat = self._seats.get(session)
+        return seat is not None and seat.live > 0
+
     def stand_up(self, session: SessionId) -> None:
         """Free the session's seat, if it has one."""
         seat = self._seats.pop(session, None)

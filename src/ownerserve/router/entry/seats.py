@@ -6,6 +6,7 @@ Owns nothing of its own: who is inside is owned by `SessionsInside`, who waits b
 from __future__ import annotations
 
 from math import inf
+from statistics import fmean
 
 import msgspec
 
@@ -20,6 +21,10 @@ GROWTH_ASSUMED_TOKENS = 40_000
 """By so much a session is taken to grow until enough of them were over, ..."""
 GROWTH_ASSUMED_SHARE = 1.0 / 16.0
 """... or by so much of a worker's memory, if that is less."""
+REFILL_MOST = 1.0
+"""Where bringing back what a prompt displaces takes more of an engine's time, it never ends."""
+BUSY_LEAST = 0.8
+"""Where engines use less of their time, in the mean, refills take what is idle anyway."""
 
 
 class Seated(msgspec.Struct, frozen=True, gc=False):
@@ -73,6 +78,25 @@ class Seats:
             serving = self._fleet.candidates(one.turn.model)
             take_idle(idle, one.turn.prompt_tokens, beside, serving=serving)
         return take_idle(idle, prompt, beside, serving=self._fleet.candidates(model))
+
+    def makes_room(self, session: SessionId, prompt: int) -> bool:
+        """Return whether a session inside whose state is gone gives its seat up: no other turn of
+        it runs, the contexts inside, as they are, are more than the memory takes, and the workers
+        have no time for refills."""
+        capacity = self.capacity_tokens()
+        if capacity is None or self.inside.context_tokens <= capacity or self.inside.runs(session):
+            return False
+        return self._have_no_time(prompt)
+
+    def _have_no_time(self, prompt: int) -> bool:
+        """Return whether engines are busy, and bringing back what the prompt displaces would take
+        each more time than there is; where one does not say it is taken to have some."""
+        loads = [worker.load for worker in self.workers]
+        busy = [load.busy_share for load in loads if load.busy_share is not None]
+        if not busy or len(busy) < len(loads) or fmean(busy) < BUSY_LEAST:
+            return False
+        shares = [load.refill_share(prompt) for load in loads]
+        return all(share is not None and share > REFILL_MOST for share in shares)
 
     def takes_back(self, prompt: int, *, model: str | None) -> bool:
         """Return whether there is room for the state of a session that was inside before."""
