@@ -211,6 +211,23 @@ def test_a_turn_that_was_preempted_goes_on_and_nothing_is_read_twice(
     assert_all(p, prefix, reading.result(60), d)
 
 
+def test_a_turn_that_was_preempted_before_it_was_lent_tells_only_what_it_has_computed_again(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    prefix = ordered(p.node.address)
+    offered = d.transfers.peers.look(prefix)
+    p.begin()
+    p.step(0, 6)
+    p.preempt()
+    p.begin()  # anew: into other blocks
+    reading = threads.submit(d.transfers.peers.read, cells(prefix, offered))
+    is_lent(p)
+    p.step(0, 3)
+    until(lambda: d.transfers.counts().read_bytes > 0, within_s=60, what="a part is read")
+    p.step(3, BLOCKS)
+    assert_all(p, prefix, reading.result(60), d)
+
+
 def test_who_is_not_waited_for_stops(
     p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
 ) -> None:

@@ -5,6 +5,7 @@ and memory of bytes that say whose they are. With an engine: engines/hf/test_bri
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +14,13 @@ import pytest
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import AskLender, Nonce
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.memory import LenderPlaces
 from ownerserve.node.transfers.opening import TransferPlace
-from ownerserve.node.vocabulary.events import PeerRecord
+from ownerserve.node.vocabulary.events import PeerRecord, PrefillOrder
 from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, Want
 from ownerserve.transfer.control.events import LendOpened, OpenLend
 from ownerserve.transfer.control.messages import Lend, ReaderRank
@@ -33,6 +35,7 @@ from tests.support.node.lending_nodes import (
     cells,
     wanted,
 )
+from tests.support.waits import until
 
 
 @pytest.fixture
@@ -78,6 +81,16 @@ def test_what_one_node_holds_another_reads(near: Node, road: str) -> None:
         far.close()
     assert near.transfers.counts().lends == {"returned": 2}
     assert not len(near.cache.lends)
+
+
+def test_what_was_brought_is_let_go_of_with_its_answer(near: Node, far: Node) -> None:
+    near.turn(AGENT, PROMPT)
+    prefix = wanted(near.address)
+    read = far.transfers.peers.read(cells(prefix, far.transfers.peers.look(prefix)))
+    assert isinstance(read, ReadHit)
+    memory = weakref.ref(read.parts[0].data.obj)
+    del read
+    until(lambda: memory() is None, within_s=60, what="the landing is let go of")
 
 
 def test_a_road_that_is_not_open_gives_way_to_the_next(near: Node, far: Node) -> None:
@@ -174,6 +187,15 @@ def test_an_unreadable_question_is_refused(near: Node) -> None:
     far = RoutingUnit(WorkerId("far"), 0, Incarnation(1))
     answer = near.transfers.service.ask(AskLender(b"\xff", far)).result(30)
     assert type(answer).__name__ == "Reject"
+
+
+@pytest.mark.parametrize("address", ["tcp://", "nobody", "curve://127.0.0.1:9"])
+def test_an_address_that_is_none_costs_a_look(far: Node, address: str) -> None:
+    nobody = LenderAddress(far.unit, address)
+    assert not far.transfers.peers.look(wanted(nobody))
+    assert not far.transfers.peers.look(wanted(nobody, order=PrefillOrder(nobody, pack(PROMPT))))
+    counts = far.transfers.counts()
+    assert (counts.looks, counts.orders) == ({"silent": 2}, {"refused": 1})
 
 
 def test_who_is_not_there_costs_a_look(far: Node) -> None:

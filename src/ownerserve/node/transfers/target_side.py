@@ -13,6 +13,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 import msgspec
+from zmq import ZMQError
 
 from ownerserve.kv.addresses import parse_endpoint
 from ownerserve.kv.errors import InvalidInput
@@ -226,7 +227,8 @@ class TargetSide:
 
     def call_off(self, worker: LenderAddress, nonce: Nonce) -> None:
         """Tell a peer that what was ordered under the nonce is not wanted any more."""
-        self._line(worker.address).tell(encode(Cancel(nonce)))
+        if (line := self._line(worker.address)) is not None:
+            line.tell(encode(Cancel(nonce)))
 
     def close(self) -> None:
         """Ask nobody any more, and let no byte come."""
@@ -263,7 +265,8 @@ class TargetSide:
                     self._asking.add(asking)
                     asking.add_done_callback(self._asking.discard)
                 case TellPeer(peer, message):
-                    self._line(peer.address).tell(encode(self._wrapped(message)))
+                    if (line := self._line(peer.address)) is not None:
+                        line.tell(encode(self._wrapped(message)))
                 case ReserveRoom(number, part):
                     self._reserve(number, part)
                 case StartRead():
@@ -272,7 +275,7 @@ class TargetSide:
                     if (mover := self._reads.get(number)) is not None:
                         mover.cancel(number)
                 case CommitRoom(reservation):
-                    number, landing = self._landings[reservation]
+                    number, landing = self._landings.pop(reservation)
                     self._brings[number].landed = landing
                     self._later(RoomCommitted(reservation))
                 case FreeRoom(reservation):
@@ -407,18 +410,26 @@ class TargetSide:
         self, address: str, request: RpcRequest, *, within_s: float, nonce: Nonce = NO_NONCE
     ) -> Said | None:
         line, repeat_s = self._line(address), within_s if nonce == NO_NONCE else ORDER_AGAIN_S
+        if line is None:
+            return None
         data = await line.ask(encode(request, nonce), within_s=within_s, repeat_s=repeat_s)
         try:
             return None if data is None else decode_answer(data)
         except InvalidInput:
             return None
 
-    def _line(self, address: str) -> AsyncFramedClient:
+    def _line(self, address: str) -> AsyncFramedClient | None:
+        """Return the line to a peer's RPC port; None where the address is none, or wants keys."""
         line = self._lines.get(address)
         if line is None:
-            line = self._lines[address] = AsyncFramedClient(
-                address, key=self._key, read_bytes_max=4 * MAX_FRAME_BYTES, unclaimed=_drop
-            )
+            try:
+                line = AsyncFramedClient(
+                    address, key=self._key, read_bytes_max=4 * MAX_FRAME_BYTES, unclaimed=_drop
+                )
+            except (InvalidInput, ZMQError) as error:
+                log.warning("nobody is asked at %r: %s", address, error)
+                return None
+            self._lines[address] = line
         return line
 
 

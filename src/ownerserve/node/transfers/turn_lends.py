@@ -127,7 +127,8 @@ class TurnLends:
     def began(self, turn_id: TurnId, sealed_tokens: int) -> None:
         """Note that the turn has begun, or begins again, with so many tokens at hand."""
         prompt = self._prompts[turn_id]
-        prompt.sealed = max(prompt.sealed, sealed_tokens // self._block)
+        # What it had computed before it was preempted, and was not told, is computed again.
+        prompt.sealed = max(prompt.covered, sealed_tokens // self._block)
         if prompt.ticket:
             self._told(prompt, self._follow(prompt))
 
