@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -15,13 +16,16 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.units import MIB
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import AskLender, Nonce
+from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.memory import LenderPlaces
 from ownerserve.node.transfers.opening import TransferPlace
 from ownerserve.node.vocabulary.events import PeerRecord, PrefillOrder
 from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, Want
+from ownerserve.store.tiers.backend import Reservation
 from ownerserve.transfer.control.events import LendOpened, OpenLend
 from ownerserve.transfer.control.messages import Lend, ReaderRank
 from ownerserve.transfer.vocabulary import FramePiece
@@ -35,6 +39,7 @@ from tests.support.node.lending_nodes import (
     cells,
     wanted,
 )
+from tests.support.store.samples import Samples
 from tests.support.waits import until
 
 
@@ -91,6 +96,31 @@ def test_what_was_brought_is_let_go_of_with_its_answer(near: Node, far: Node) ->
     memory = weakref.ref(read.parts[0].data.obj)
     del read
     until(lambda: memory() is None, within_s=60, what="the landing is let go of")
+
+
+def test_what_is_brought_beside_what_is_here_is_given_up_with_it(near: Node, far: Node) -> None:
+    near.turn(AGENT, PROMPT)
+    prefix = wanted(near.address)
+    wants = cells(prefix, far.transfers.peers.look(prefix))
+    backing = open_backing(None, MIB)
+    assert backing is not None
+    has_ended = Event()
+    try:
+        backing.add_peers(far.transfers.peers)
+        room = backing.tiers.reserve(Samples.meta(1, id=wants[0].id), 100)
+        assert isinstance(room, Reservation)
+        backing.tiers.commit([room])
+        near.between(has_ended.wait)  # its engine is in a long step: nothing is lent meanwhile
+        ticket = backing.service.submit_read(wants)
+        target = far.transfers.service.target.state
+        until(lambda: target.counts(0.0)["brings"], within_s=60, what="a bring")
+        assert backing.service.cancel(ticket) is not None
+        far.transfers.peers.give_up(wants)
+        until(lambda: far.transfers.counts().brings, within_s=60, what="its end")
+        assert far.transfers.counts().brings == {"stopped": 1}
+    finally:
+        has_ended.set()
+        backing.close()
 
 
 def test_a_road_that_is_not_open_gives_way_to_the_next(near: Node, far: Node) -> None:

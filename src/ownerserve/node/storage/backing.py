@@ -94,12 +94,13 @@ class PeerTier(Protocol):
         """Return which of `ids` a peer is said to hold."""
         ...
 
-    def read(self, wants: Sequence[Want]) -> ReadOutcome:
-        """Bring the wants, verified, or give a miss."""
+    def read(self, wants: Sequence[Want], of: Sequence[Want] = ()) -> ReadOutcome:
+        """Bring the wants, verified, or give a miss: all that is given up together, or a part `of`
+        it."""
         ...
 
     def give_up(self, wants: Sequence[Want]) -> None:
-        """Bring these no more: nobody waits for them. Does not wait, nor does `call_off`."""
+        """Bring none of these any more: nobody waits. Does not wait, nor does `call_off`."""
         ...
 
     def call_off(self, turn_id: TurnId) -> None:
@@ -221,7 +222,7 @@ class NodeTiers(TieredStore):
             if isinstance(read, ReadMiss):
                 return read
             parts.update(zip(here, read.parts, strict=True))
-        brought = self.peers.read(away)
+        brought = self.peers.read(away, wants)
         if isinstance(brought, ReadMiss):
             return brought
         parts.update(zip(away, brought.parts, strict=True))

@@ -60,6 +60,9 @@ class Orders:
         """Whether a turn whose order has not been answered yet still waits for it."""
         self._lock = Lock()
 
+    def __len__(self) -> int:
+        return len(self._placed) + len(self._under_way)
+
     def placed(self, prefix: PeerPrefix) -> PlacedOrder:
         """Return the order for the turn of `prefix`, placed where it was not. Waits."""
         with self._lock:

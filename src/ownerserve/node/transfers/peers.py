@@ -143,8 +143,9 @@ class Peers:
         """Return which of `ids` a peer is said to hold."""
         return frozenset(id_ for id_ in ids if id_ in self._offers)
 
-    def read(self, wants: Sequence[Want]) -> ReadOutcome:
-        """Bring the wants, which one peer offered, or give a miss."""
+    def read(self, wants: Sequence[Want], of: Sequence[Want] = ()) -> ReadOutcome:
+        """Bring the wants, which one peer offered, or give a miss. They are all of what is given up
+        together, or the part `of` it that is away."""
         offers = [self._offers.get(want.id) for want in wants]
         if not wants or any(one is None for one in offers):
             return ReadMiss(MissReason.ABSENT, wants[0].id if wants else b"")
@@ -155,7 +156,8 @@ class Peers:
         )
         hint = SessionHint(prefix.session_id, prefix.parent, tokens)
         started_s = time.perf_counter()
-        brought = self._brought(wanted, hint, found[0])
+        key = tuple(want.id for want in of or wants)
+        brought = self._brought(wanted, hint, found[0], key=key)
         if brought is None:
             self.brings["stopped"] += 1
             return ReadMiss(MissReason.CANCELLED, b"")
@@ -191,13 +193,18 @@ class Peers:
         self.orders.call_off(turn_id)
 
     def _brought(
-        self, wanted: tuple[WantedArtifact, ...], hint: SessionHint, offer: PeerOffer
+        self,
+        wanted: tuple[WantedArtifact, ...],
+        hint: SessionHint,
+        offer: PeerOffer,
+        *,
+        key: tuple[bytes, ...],
     ) -> Brought | None:
         """Bring, and wait for it; None: it was given up, here or with the service."""
         may_ms = offer.prefix.compute_ms or inf
         if offer.turn_id != NO_TURN:
             may_ms = ORDER_SHARE * max(may_ms, offer.ready_ms)
-        key = tuple(one.piece.artifact for one in wanted)
+        bringing: Future[Brought] | None = None
         try:
             bringing = self._service.bring(
                 wanted, offer.lender, hint, compute_ms=may_ms, turn_id=offer.turn_id
@@ -209,7 +216,8 @@ class Peers:
             return None
         finally:
             with self._lock:
-                self._bringing.pop(key, None)
+                if self._bringing.get(key) is bringing:  # not who asked for the same since
+                    self._bringing.pop(key, None)
 
     def _wanted(self, want: Want, record: PeerRecord) -> WantedArtifact:
         section = self._sections[record.component]

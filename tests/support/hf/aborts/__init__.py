@@ -1,0 +1,1 @@
+"""Turns that other workers compute or hold state for are given up, between real processes."""
