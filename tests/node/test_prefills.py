@@ -263,6 +263,15 @@ def test_an_order_that_nobody_reads_is_called_off_or_ends_by_itself(
     assert p.prefills.counts["unasked"] == p.prefills.counts["called_off"] == 1
 
 
+def test_a_look_that_comes_after_its_turn_was_given_up_orders_nothing(
+    p: SteppedEngine, d: Node
+) -> None:
+    late = ordered(p.node.address)
+    d.transfers.peers.call_off(late.turn_id)  # its client hung up while its own tiers were asked
+    assert not d.transfers.peers.look(late)
+    assert not p.prompts and not len(d.transfers.peers.orders)
+
+
 def test_one_turn_has_one_order(p: SteppedEngine, d: Node) -> None:
     prefix = ordered(p.node.address)
     for _ in range(3):

@@ -15,14 +15,13 @@ import msgspec
 
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.wire.headers import LenderAddress
-from ownerserve.kv.wire.rpc import Accepted, Nonce, Prefill, PrefixIs, new_nonce
+from ownerserve.kv.wire.rpc import NO_NONCE, Accepted, Nonce, Prefill, PrefixIs, new_nonce
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.vocabulary.events import PeerPrefix, PrefillOrder
 from ownerserve.transfer.control.target import LEND_S
 
 PLACED_KEPT = 1024
-"""More turns than wait at once. A look that began before its turn was given up may place an order
-that nobody calls off; its peer gives that up itself."""
+"""More turns than wait at once, and than are over while a look of theirs is still under way."""
 LATE_SHARE = 4.0
 """A peer that is ready only after so many times what computing takes, here or there, is not waited
 for: it has others to serve first. A worker that decodes knows its own price of a prompt least."""
@@ -58,6 +57,8 @@ class Orders:
         self._placed: OrderedDict[TurnId, PlacedOrder] = OrderedDict()
         self._under_way: dict[TurnId, bool] = {}
         """Whether a turn whose order has not been answered yet still waits for it."""
+        self._over: OrderedDict[TurnId, None] = OrderedDict()
+        """Turns that want none any more: a look that was begun for one places none."""
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -67,6 +68,8 @@ class Orders:
         """Return the order for the turn of `prefix`, placed where it was not. Waits."""
         with self._lock:
             before = self._placed.get(prefix.turn_id)
+            if before is None and prefix.turn_id in self._over:
+                return PlacedOrder(None, NO_NONCE, None)
             if before is None:
                 self._under_way[prefix.turn_id] = True
         if before is not None:
@@ -108,6 +111,9 @@ class Orders:
         error."""
         with self._lock:
             order = self._placed.pop(turn_id, None)
+            self._over[turn_id] = None
+            if len(self._over) > PLACED_KEPT:
+                self._over.popitem(last=False)
             if turn_id in self._under_way:
                 self._under_way[turn_id] = False
         if order is not None and order.worker is not None and order.accepted is not None:
