@@ -175,6 +175,23 @@ def test_a_prompt_is_read_as_it_is_computed(
     assert counts.orders == {"accepted": 1} and counts.ordered_bytes["early"] > 0
 
 
+def test_on_one_host_a_prompt_is_read_by_address_as_it_is_computed(
+    p: SteppedEngine, threads: ThreadPoolExecutor
+) -> None:
+    d = Node("d", roads=("readv",))
+    try:
+        prefix = ordered(p.node.address)
+        reading = read_in(threads, d, prefix)
+        p.begin()
+        is_lent(p)
+        p.step(0, 3)
+        p.step(3, 8)
+        p.step(8, BLOCKS)
+        assert_all(p, prefix, reading.result(60), d)
+    finally:
+        d.close()
+
+
 def test_a_prompt_that_is_computed_already_is_read_as_well(
     p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
 ) -> None:

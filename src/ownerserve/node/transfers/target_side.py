@@ -402,7 +402,7 @@ class TargetSide:
         frame = encode_message(message)
         hint = self._hints.get(message.nonce) if isinstance(message, Lend) else None
         if hint is None:
-            return AskLender(frame, self._unit)
+            return AskLender(frame, self._unit, boot=self._boot)
         session, parent, tokens = hint
         return AskLender(frame, self._unit, session, parent, tokens, self._boot)
 

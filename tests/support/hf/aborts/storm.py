@@ -20,7 +20,6 @@ from heapq import heappop, heappush
 import msgspec
 
 from tests.support.hf.aborts.process import ToyProcess, hear_any
-from tests.support.hf.aborts.toy import VOCABULARY, cold
 from tests.support.hf.aborts.worker import (
     CallOff,
     DropPrompt,
@@ -31,6 +30,7 @@ from tests.support.hf.aborts.worker import (
     WorkerSetting,
 )
 from tests.support.node.lending_nodes import B
+from tests.support.node.toy import VOCABULARY, cold
 
 AT_ONCE = 8
 SESSIONS = 24

@@ -56,10 +56,10 @@ from ownerserve.node.transfers.turn_lends import TurnLends
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.inputs import ModelState
 from ownerserve.plan.restore import Planner
-from tests.support.hf.aborts.retired import RetiredMemory
 from tests.support.hf.aborts.runner import ToyRunner
 from tests.support.hf.assumed import DEAR, assume_prices
 from tests.support.node.lending_nodes import LAYOUT, NAMES, SECTIONS, B
+from tests.support.node.retired import RetiredMemory
 
 SLOTS = 64
 RUNNING, WAITING = 4, 32

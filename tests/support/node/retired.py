@@ -11,7 +11,7 @@ import numpy as np
 
 from ownerserve.kv.units import MIB
 from ownerserve.node.transfers import landing
-from tests.support.hf.aborts.runner import POISON
+from tests.support.node.toy_memory import POISON
 
 KEPT_BYTES = 64 * MIB
 
@@ -26,9 +26,13 @@ class RetiredMemory:
         self._retired: deque[np.ndarray] = deque()
         self._bytes = 0
 
+    @property
+    def numpy(self) -> SimpleNamespace:
+        """What landings use of NumPy."""
+        return SimpleNamespace(arange=np.arange, uint8=np.uint8, zeros=self._zeros)
+
     def watch(self) -> None:
-        numpy = SimpleNamespace(arange=np.arange, uint8=np.uint8, zeros=self._zeros)
-        landing.np = numpy  # type: ignore[attr-defined]
+        landing.np = self.numpy  # type: ignore[attr-defined]
 
     def _zeros(self, count: int, dtype: type[np.uint8]) -> np.ndarray:
         memory = np.zeros(count, dtype)
