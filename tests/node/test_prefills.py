@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import inf
+from threading import Event
 
 import pytest
 
@@ -21,6 +23,7 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Accepted,
     Cancel,
+    EndPrefill,
     Prefill,
     Reject,
     decode_answer,
@@ -278,6 +281,41 @@ def test_an_order_that_nobody_reads_is_called_off_or_ends_by_itself(
     p.node.between(lambda: p.prefills.poll(now + UNASKED_S)).result()
     assert len(p.aborted) == 2
     assert p.prefills.counts["unasked"] == p.prefills.counts["called_off"] == 1
+
+
+def test_a_reader_hears_at_once_that_no_more_is_computed(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    def amid(turn: str) -> Future[ReadOutcome]:
+        prefix = ordered(p.node.address, turn_id=TurnId(turn))
+        reading = read_in(threads, d, prefix)
+        p.begin()
+        is_lent(p)
+        p.step(0, 3)
+        return reading
+
+    reading = amid("given up by its engine")
+    p.node.between(lambda: p.abort_prefill(p.turn_id)).result()
+    p.node.between(lambda: p.prefills.over(p.turn_id)).result()
+    assert isinstance(reading.result(60), ReadMiss)
+    assert d.transfers.counts().brings == {"short": 1}
+    until(lambda: not len(p.node.cache.lends), within_s=60, what="the lend's end")
+
+    reading = amid("called off")
+    p.node.between(lambda: p.prefills.answer(EndPrefill(p.turn_id))).result()
+    assert isinstance(reading.result(60), ReadMiss)
+    assert d.transfers.counts().brings == {"short": 2}
+
+
+def test_an_order_whose_answer_came_too_late_is_called_off(p: SteppedEngine, d: Node) -> None:
+    may_go = Event()
+    p.node.between(may_go.wait)  # a long step
+    late = ordered(p.node.address, compute_ms=1.0)
+    assert not d.transfers.peers.look(late)
+    may_go.set()
+    until(lambda: len(p.aborted) == 1 or not p.prompts, within_s=60, what="it is called off")
+    assert d.transfers.counts().orders == {"refused": 1}
+    until(lambda: p.prefills.next_due() == inf, within_s=60, what="nothing is kept")
 
 
 def test_a_look_that_comes_after_its_turn_was_given_up_orders_nothing(

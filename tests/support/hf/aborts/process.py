@@ -14,6 +14,7 @@ from tests.support.hf.aborts.worker import (
     AskBooks,
     BooksAre,
     HangUp,
+    Reached,
     Rest,
     Rested,
     RunTurn,
@@ -41,6 +42,8 @@ class ToyProcess:
         self._decoder = msgspec.msgpack.Decoder(Said)
         self.over: dict[int, TurnOver] = {}
         """Turns that ended, until somebody takes them."""
+        self.reached: list[str] = []
+        """Steps at which it stopped."""
         serves = self._next()
         assert isinstance(serves, Serves)
         self.address: LenderAddress = serves.address
@@ -57,7 +60,12 @@ class ToyProcess:
     def hear(self) -> None:
         """Take in what it has said."""
         while self.pipe.poll():
-            said = self._next()
+            self._note(self._next())
+
+    def _note(self, said: Said) -> None:
+        if isinstance(said, Reached):
+            self.reached.append(said.step)
+        else:
             assert isinstance(said, TurnOver), said
             self.over[said.number] = said
 
@@ -74,8 +82,7 @@ class ToyProcess:
     def books(self) -> BooksAre:
         self.tell(AskBooks())
         while not isinstance(said := self._next(), BooksAre):
-            assert isinstance(said, TurnOver), said
-            self.over[said.number] = said
+            self._note(said)
         return said
 
     def rest(self) -> dict[str, int]:

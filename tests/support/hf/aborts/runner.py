@@ -13,6 +13,7 @@ from ownerserve.engines.hf.model.runner import NOBODY, DecodeRow
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 from ownerserve.plan.inputs import HF, Abilities
+from tests.support.hf.aborts.traps import Traps
 from tests.support.node.toy import VOCABULARY
 from tests.support.node.toy_memory import ToyMemory
 
@@ -22,8 +23,9 @@ SLOWEST_S = 0.002
 class ToyRunner(ToyMemory):
     """A `RunnerPort` and an `EnginePort`. Each forward takes a drawn time."""
 
-    def __init__(self, slots: int, seed: int) -> None:
+    def __init__(self, slots: int, seed: int, traps: Traps) -> None:
         super().__init__(slots)
+        self._traps = traps
         self.device = torch.device("cpu")
         self.vocab_size = VOCABULARY
         self._draw = random.Random(seed)
@@ -37,6 +39,8 @@ class ToyRunner(ToyMemory):
         write_floor: int = 0,
         turn_id: TurnId = NOBODY,
     ) -> torch.Tensor:
+        if turn_id.startswith("prefill-"):
+            self._traps.computing(start)
         time.sleep(self._draw.random() * SLOWEST_S)
         return torch.from_numpy(self.compute(table, tokens, start, write_floor=write_floor))[None]
 

@@ -50,13 +50,14 @@ from ownerserve.node.rpc.server import RpcClient, RpcServer
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage.backing import open_backing
-from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
 from ownerserve.node.transfers.turn_lends import TurnLends
 from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.plan.cost.prices import Coefficients
 from ownerserve.plan.inputs import ModelState
 from ownerserve.plan.restore import Planner
 from tests.support.hf.aborts.runner import ToyRunner
+from tests.support.hf.aborts.traps import TrappedLending, Traps
 from tests.support.hf.assumed import DEAR, assume_prices
 from tests.support.node.lending_nodes import LAYOUT, NAMES, SECTIONS, B
 from tests.support.node.retired import RetiredMemory
@@ -82,6 +83,8 @@ class WorkerSetting(msgspec.Struct, frozen=True):
     seed: int
     roads: tuple[str, ...]
     patience_s: float | None = None
+    token_ms: float = 100.0
+    """What computing a token is said to take: nothing is measured."""
 
 
 class RunTurn(msgspec.Struct, tag=True, frozen=True):
@@ -114,6 +117,23 @@ class DropPrompt(msgspec.Struct, tag=True, frozen=True):
     back: int
 
 
+class Arm(msgspec.Struct, tag=True, frozen=True):
+    """Stop at that step when it comes (traps.py), so many times, and say so."""
+
+    step: str
+    times: int = 1
+
+
+class GoOn(msgspec.Struct, tag=True, frozen=True):
+    """Go on from the step."""
+
+
+class Know(msgspec.Struct, tag=True, frozen=True):
+    """From now on, order all that is longer than a block of that peer."""
+
+    address: str
+
+
 class AskBooks(msgspec.Struct, tag=True, frozen=True):
     """Say what is held."""
 
@@ -122,13 +142,19 @@ class Rest(msgspec.Struct, tag=True, frozen=True):
     """Evict all that may be, and look whether anything is left, or anybody writes."""
 
 
-Told = RunTurn | HangUp | CallOff | DropPrompt | AskBooks | Rest
+Told = RunTurn | HangUp | CallOff | DropPrompt | Arm | GoOn | Know | AskBooks | Rest
 
 
 class Serves(msgspec.Struct, tag=True, frozen=True):
     """The worker serves at that address."""
 
     address: LenderAddress
+
+
+class Reached(msgspec.Struct, tag=True, frozen=True):
+    """The step that was armed has come, and waits for `GoOn`."""
+
+    step: str
 
 
 class TurnOver(msgspec.Struct, tag=True, frozen=True):
@@ -153,7 +179,7 @@ class Rested(msgspec.Struct, tag=True, frozen=True):
     left: dict[str, int]
 
 
-Said = Serves | TurnOver | BooksAre | Rested
+Said = Serves | Reached | TurnOver | BooksAre | Rested
 
 
 class _Text:
@@ -169,10 +195,11 @@ class ToyWorker:
             restores.ORDER_S = 0.0
         self.retired = RetiredMemory()
         self.retired.watch()
-        assume_prices(DEAR)
+        assume_prices(msgspec.structs.replace(DEAR, prefill=Coefficients(5.0, setting.token_ms, 0)))
         self._pipe, self._sending = pipe, Lock()
+        self.traps = Traps(lambda step: self._say(Reached(step)))
         self.cache = HeteroCache(LAYOUT, {"dense": SLOTS, "swa": SLOTS}, RUNNING)
-        self.runner = ToyRunner(SLOTS, setting.seed)
+        self.runner = ToyRunner(SLOTS, setting.seed, self.traps)
         self.node = self._node(setting)
         limits = SchedulerLimits(
             chunk_tokens=3 * B,
@@ -200,7 +227,7 @@ class ToyWorker:
         )
         self.steps.attach(WithNode(self.node, self.scheduler, RestoreMetrics(metrics.registry)))
         chains = self.node.state.chains
-        lending = Lending(self.cache, NAMES, chains, regions=self.runner.regions)
+        lending = TrappedLending(self.traps, self.cache, NAMES, chains, regions=self.runner.regions)
         place = TransferPlace(roads=setting.roads)
         self.transfers = NodeTransfers(
             identity.unit, lending, SECTIONS, block_tokens=B, place=place
@@ -231,7 +258,8 @@ class ToyWorker:
     def _serve(self, unit: RoutingUnit) -> None:
         self.engine = AsyncEngine(self.steps)
         self.rpc = RpcServer()
-        self.rpc.start(self.transfers.answering(self.engine.call), step_s=self.engine.step_s)
+        answer = self.traps.answering(self.transfers.answering(self.engine.call))
+        self.rpc.start(answer, step_s=self.engine.step_s)
         self.transfers.start(self.engine.between_steps, rpc=self.rpc.address)
         Thread(target=self.steps.run, args=(self._deliver,), name="engine", daemon=True).start()
         self._client = RpcClient(self.rpc.address)
@@ -251,6 +279,13 @@ class ToyWorker:
                     self._client.ask(EndPrefill(TurnId(f"prefill-{self._accepted() - back}.0")))
             case DropPrompt(back):
                 self.steps.inbox.put(Abort(f"prefill-{self._accepted() - back}"))
+            case Arm(step, times):
+                self.traps.arm(step, times)
+            case GoOn():
+                self.traps.go_on()
+            case Know(address):
+                self.transfers.peers.orders.known = (address,)
+                self.node.state.order_tokens = B
             case AskBooks():
                 self._say(self._between(self._books))
             case Rest():

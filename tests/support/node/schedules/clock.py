@@ -1,7 +1,7 @@
 """Virtual time: an event loop that waits for nothing, and threads of which one runs at a time.
 
-    VirtualLoop   asyncio, whose time goes on to the next timer at once
-    Fiber         what would be a store's thread: it waits for a future, and the loop goes on
+VirtualLoop   asyncio, whose time goes on to the next timer at once
+Fiber         what would be a store's thread: it waits for a future, and the loop goes on
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Fiber:
         _current.fiber = self
         try:
             self._result = self._work()
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001  whoever made it hears
             self._error = error
         self._is_over = True
         self._has_paused.set()

@@ -1,9 +1,10 @@
-"""A mover between simulated nodes, by address or signed: it copies a bit of a read at a time, breaks
-now and then, and ends each read once."""
+"""A mover between simulated nodes, by address or signed: it copies a bit of a read at a time,
+breaks now and then, and ends each read once."""
 
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -127,7 +128,7 @@ def _stretches(near: Runs, far: Runs, at: int, end: int) -> list[tuple[int, int,
     cuts = cuts[(cuts >= at) & (cuts <= end)]
     return [
         (int(high - low), _address(near, int(low)), _address(far, int(low)))
-        for low, high in zip(cuts[:-1], cuts[1:], strict=True)
+        for low, high in pairwise(cuts)
     ]
 
 

@@ -1,7 +1,7 @@
 """The network between nodes: frames are lost, doubled, late and in another order until it heals.
 
-    SimLine   in place of `AsyncFramedClient`: the same calls, over this network
-    SimPort   in place of `RpcServer`'s thread: its flights, deadlines and what it gives back
+SimLine   in place of `AsyncFramedClient`: the same calls, over this network
+SimPort   in place of `RpcServer`'s thread: its flights, deadlines and what it gives back
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class SimPort:
         self.flights.begin(Flight(envelope, nonce, future, until_s))
         future.add_done_callback(lambda done: self._node.soon(lambda: self._finish(done)))
         if offers:
-            self._node.world.loop.call_later(ANSWER_S, self._give_up)
+            self._node.world.loop.call_at(until_s + FASTEST_S, self._give_up)
 
     def _asked(self, request: RpcRequest) -> Future[RpcAnswer]:
         node = self._node

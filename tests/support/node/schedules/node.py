@@ -78,8 +78,8 @@ if TYPE_CHECKING:
     from tests.support.node.schedules.world import World
 
 RUNNING, WAITING = 3, 12
-TICK_S = 0.1
-TOKEN_MS = 20.0
+TICK_S, WELL_TICK_S = 0.1, 0.5
+TOKEN_MS = 6.0
 PRICES = Defaults(
     "schedules",
     Coefficients(1.0, TOKEN_MS, 0.0),
@@ -131,9 +131,7 @@ class SimNode:
             resume_of=self.state.resume,
             checkpoints_of=self.state.checkpoints.during,
         )
-        self.lending = Lending(
-            self.cache, NAMES, self.state.chains, regions=self.memory.regions
-        )
+        self.lending = Lending(self.cache, NAMES, self.state.chains, regions=self.memory.regions)
         self.lending.address = f"{name}:1"
         self._transfers()
         self.port = SimPort(self)
@@ -291,7 +289,7 @@ class SimNode:
         self.cache.lends.expire(now)
         self.prefills.poll(now)
         self._kick()
-        self.later(TICK_S, self._tick)
+        self.later(WELL_TICK_S if self.world.is_well else TICK_S, self._tick)
 
     def _kick(self) -> None:
         if not self._is_stepping and self.scheduler.has_work:

@@ -1,0 +1,74 @@
+"""Seeded schedules of workers that compute for one another and fetch from one another, under a
+clock of their own: each turn has a cold engine's answer in time, nothing is left, and nobody writes
+where nobody may. tests/support/node/schedules/node.py says what of them is real.
+
+Two hundred here; more, or a range, by hand:
+
+    python -m tests.node.test_prefill_schedules 0 100000
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from ownerserve.kv.errors import OwnerServeError
+from tests.support.node.schedules.world import play
+
+TOLD_EVERY_S = 10.0
+VIOLATIONS = (AssertionError, OwnerServeError, LookupError, ValueError)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 200, 10))
+def test_schedules(first: int) -> None:
+    for seed in range(first, first + 10):
+        play(seed)
+
+
+def test_a_schedule_is_the_same_each_time() -> None:
+    assert play(7) == play(7)
+
+
+@pytest.mark.slow
+def test_schedules_are_no_idle_talk() -> None:
+    """Turns are answered by what peers computed and without, and prompts end in each way."""
+    counts = sum((play(seed) for seed in range(12)), Counter[str]())
+    assert counts["answered, computed by a peer"] > 20 and counts["answered"] > 20, counts
+    for end in ("read", "left", "called_off"):
+        assert counts[f"prompt {end}"], counts
+    for end in ("brought", "stopped"):
+        assert counts[f"bring {end}"], counts
+    assert counts["frozen"] and counts["killed"] and counts["preempted"], counts
+
+
+def main(low: int, high: int) -> int:
+    """Play a range, tell how far it is, and go on behind a violation; 1 when there was one."""
+    counts, failures = Counter[str](), 0
+    began_s = told_s = time.monotonic()
+    for seed in range(low, high):
+        try:
+            counts += play(seed)
+        except VIOLATIONS as error:
+            failures += 1
+            print(f"schedule {seed}: {type(error).__name__}: {error}", flush=True)
+        now_s = time.monotonic()
+        if now_s - told_s >= TOLD_EVERY_S:
+            told_s, done = now_s, seed + 1 - low
+            left_s = (now_s - began_s) / done * (high - seed - 1)
+            print(
+                f"{done:,} of {high - low:,} schedules, {failures} violations, "
+                f"{left_s / 60:.0f} min left",
+                file=sys.stderr,
+                flush=True,
+            )
+    told = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
+    print(f"{high - low:,} schedules, {failures} violations; in them: {told}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
