@@ -14,8 +14,10 @@ from ownerserve.kv.wire.headers import (
     NO_ANSWER_LINE,
     AnswerLine,
     AnswerRead,
+    brought_text,
     encode_answer_line,
     read_answer_line,
+    read_brought,
 )
 from ownerserve.kv.wire.status import LoadStatement, RefillShare
 
@@ -119,3 +121,11 @@ def test_a_bad_field_is_refused_by_its_name_and_the_others_stand(field: str, sai
 )
 def test_what_is_no_line_is_refused_whole(value: bytes) -> None:
     assert read_answer_line(value) == AnswerRead(NO_ANSWER_LINE, ("line",))
+
+
+def test_what_was_brought_is_read_as_written_and_other_words_are_passed_over() -> None:
+    brought = {"host": 512, "remote_prefill": 96}
+    assert brought_text(brought) == "host=512, remote_prefill=96"
+    assert read_brought(brought_text(brought)) == brought
+    assert read_brought("host=1, disk, peer=-3, later=7;of=9") == {"host": 1}
+    assert read_brought("") == {}

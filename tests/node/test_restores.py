@@ -67,6 +67,7 @@ def test_a_session_comes_back_from_the_store() -> None:
     report = driver.reports[turn]
     assert report.outcome is RestoreOutcome.LOADED
     assert report.loaded_bytes == 10 * 2 * 32 + 2 * 32
+    assert report.brought == {Tier.DISK: 10 * B}
     begun = driver.run(turn)
     assert (begun.restored, begun.write_floor) == (10 * B, 10 * B)
     driver.check()
@@ -84,6 +85,7 @@ def test_only_what_is_not_resident_is_read() -> None:
     # blocks 5 .. 9 of cells [4, 8) and [8, 10), for two components; then two point components
     assert units == [(1, 4), (1, 4), (0, 2), (0, 2), (0, None), (0, None)]
     driver.settle()
+    assert driver.reports[turn].brought == {Tier.DISK: 5 * B}
     assert driver.run(turn).restored == 10 * B
     driver.check()
 

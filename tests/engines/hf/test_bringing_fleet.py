@@ -21,6 +21,7 @@ from ownerserve.gateway.config import Config  # noqa: E402
 from ownerserve.gateway.http.access import parse_worker  # noqa: E402
 from ownerserve.gateway.receipts import ReceiptForm  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
+from ownerserve.kv.wire.headers import read_brought  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
 from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
 from tests.support.hf.worker_process import WorkerProcess  # noqa: E402
@@ -105,6 +106,7 @@ def test_a_session_leaves_a_busy_worker_with_its_state(workers: list[WorkerProce
             assert headers["x-ownerserve-action"] in ("state_migration", "artifact_fetch")
             assert headers["x-ownerserve-mode"] in ("migrate", "fetch")
             assert int(headers["x-ownerserve-cached-tokens"]) >= 880
+            assert read_brought(headers["x-ownerserve-brought-tokens"])["peer"] >= 880
             brought = 'ownerserve_brought_total{end="brought"}'
             assert await asyncio.to_thread(away.metric, brought) == 1
             tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]

@@ -21,6 +21,7 @@ from ownerserve.gateway.config import Config  # noqa: E402
 from ownerserve.gateway.http.access import parse_worker  # noqa: E402
 from ownerserve.gateway.receipts import ReceiptForm  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
+from ownerserve.kv.wire.headers import read_brought  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
 from ownerserve.router.worker import WorkerRole  # noqa: E402
 from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
@@ -111,6 +112,7 @@ def test_a_prompt_is_computed_in_one_role_and_answered_in_the_other(
             said, headers = await turn(client, prompt, "agent")
             assert headers["x-ownerserve-worker"] == decode.name
             assert came_of(headers) == ("remote_prefill", "remote_prefill"), headers
+            assert read_brought(headers["x-ownerserve-brought-tokens"])["remote_prefill"] >= 1900
             assert await asyncio.to_thread(computed_for_peers, prefill) == 1
             prompt = [*prompt, *said, *text(1000, seed=9)]
             said, headers = await turn(client, prompt, "agent")

@@ -35,6 +35,7 @@ from ownerserve.gateway.http.access import parse_worker  # noqa: E402
 from ownerserve.gateway.receipts import ReceiptForm  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.kv.messages import Tier  # noqa: E402
+from ownerserve.kv.wire.headers import read_brought  # noqa: E402
 from ownerserve.node.storage.limits import StoreLimits  # noqa: E402
 from ownerserve.node.vocabulary.settings import NodeSettings  # noqa: E402
 from ownerserve.router.settings import DEFAULTS  # noqa: E402
@@ -215,6 +216,7 @@ def came_back(headers: httpx.Headers, home: str) -> None:
     assert headers["x-ownerserve-action"] == "tail_recompute"
     assert headers["x-ownerserve-mode"] == "fetch"
     assert "load_global" in headers["x-ownerserve-restore"]
+    assert set(read_brought(headers["x-ownerserve-brought-tokens"])) == {"disk"}
     expected = int(headers["x-ownerserve-expected-cached-tokens"])
     cached = int(headers["x-ownerserve-cached-tokens"])
     assert cached and abs(expected - cached) <= 32, (expected, cached)

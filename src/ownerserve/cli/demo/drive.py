@@ -13,14 +13,20 @@ import httpx
 import msgspec
 
 from ownerserve.cli.demo.workload import Conversation, DemoTurn, Transcript
-from ownerserve.kv.wire.headers import MODE_HEADER, WORKER_HEADER
+from ownerserve.kv.wire.headers import (
+    BROUGHT_HEADER,
+    FINAL_HEADER,
+    MODE_HEADER,
+    WORKER_HEADER,
+    read_brought,
+)
 
 REQUEST_TIMEOUT_S = 120.0
 
 
 class TurnAnswer(msgspec.Struct):
-    """An answer is what one turn gave. `logprobs` has one entry an output token; `error` is empty
-    on success."""
+    """An answer is what one turn gave. `logprobs` has one entry an output token; `brought` are the
+    tokens of the prompt that were loaded, by where they came from; `error` is empty on success."""
 
     session: str
     turn: int
@@ -35,6 +41,7 @@ class TurnAnswer(msgspec.Struct):
     tpot_ms: float = 0.0
     mode: str = ""
     worker: str = ""
+    brought: dict[str, int] = {}
     error: str = ""
 
 
@@ -166,13 +173,15 @@ class _Driver:
             "logprobs": True,
             "top_logprobs": 2,
         }
+        headers = {"x-session-id": turn.agent} | ({FINAL_HEADER: "true"} if turn.is_last else {})
         started = time.perf_counter()
         try:
             async with self._client.stream(
-                "POST", "/v1/chat/completions", json=body, headers={"x-session-id": turn.agent}
+                "POST", "/v1/chat/completions", json=body, headers=headers
             ) as response:
                 answer.mode = response.headers.get(MODE_HEADER, "")
                 answer.worker = response.headers.get(WORKER_HEADER, "")
+                answer.brought = read_brought(response.headers.get(BROUGHT_HEADER, ""))
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
                     answer.error = f"HTTP {response.status_code}: {text[:200]}"

@@ -33,7 +33,8 @@ class DemoTurn(msgspec.Struct, frozen=True):
     """A turn is one request: what it adds to its agent's context, after whom it goes and how long
     it waits.
 
-    `restart`: the agent's context is dropped first (a compaction, or its first turn).
+    `restart`: the agent's context is dropped first (a compaction, or its first turn). `is_last`: of
+    its agent, which says so, and whose memory and seat are then free for others.
     """
 
     agent: str
@@ -42,6 +43,7 @@ class DemoTurn(msgspec.Struct, frozen=True):
     after: tuple[int, ...]
     gap_s: float
     restart: bool
+    is_last: bool
 
 
 class Conversation(msgspec.Struct, frozen=True):
@@ -79,6 +81,7 @@ def conversations(trace: Trace, *, time_scale: float) -> list[Conversation]:
 def _turns(session: TraceSession, trace: Trace, time_scale: float) -> tuple[DemoTurn, ...]:
     turns = []
     previous: dict[int, TraceRequest] = {}
+    last = {request.agent: position for position, request in enumerate(session.requests)}
     for position, (request, waits) in enumerate(
         zip(session.requests, waits_for(session), strict=True)
     ):
@@ -92,6 +95,7 @@ def _turns(session: TraceSession, trace: Trace, time_scale: float) -> tuple[Demo
                 after=waits,
                 gap_s=release_delay_s(session, position, waits) * time_scale,
                 restart=restart,
+                is_last=last[request.agent] == position,
             )
         )
         previous[request.agent] = request

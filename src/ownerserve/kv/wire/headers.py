@@ -98,6 +98,7 @@ CACHED_TOKENS_HEADER = "x-ownerserve-cached-tokens"
 PROMPT_TOKENS_HEADER = "x-ownerserve-prompt-tokens"
 LOST_TOKENS_HEADER = "x-ownerserve-lost-tokens"
 RESTORE_HEADER = "x-ownerserve-restore"
+BROUGHT_HEADER = "x-ownerserve-brought-tokens"
 PLAN_HEADER = "x-ownerserve-plan"
 EPOCH_HEADER = "x-ownerserve-epoch"
 VERSION_HEADER = "x-ownerserve-version"
@@ -113,11 +114,23 @@ WAIT_HEADER = "x-ownerserve-wait"
 LINE_BYTES_MAX = 4096
 ADDRESS_MAX = 256
 _encoder = msgspec.json.Encoder()
+_BROUGHT = re.compile(r"([a-z_]{1,32})=([0-9]{1,12})")
 
 
 def header_line(name: str, value: str) -> bytes:
     """Return one whole header line, with its line end."""
     return f"{name}: {value}\r\n".encode()
+
+
+def brought_text(tokens: Mapping[str, int]) -> str:
+    """Return the value of x-ownerserve-brought-tokens: "host=512, peer=96"."""
+    return ", ".join(f"{source}={count}" for source, count in tokens.items())
+
+
+def read_brought(text: str) -> dict[str, int]:
+    """Return what that value says; a part of it in another form is left out."""
+    parts = (_BROUGHT.fullmatch(part.strip()) for part in text.split(","))
+    return {part[1]: int(part[2]) for part in parts if part is not None}
 
 
 # The turn line

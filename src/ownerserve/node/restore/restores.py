@@ -717,7 +717,7 @@ class Restores:
             loaded_point_bytes=sum(r.size_bytes for r in pending.readings if r.is_point)
             if loaded
             else 0,
-            brought_tokens=self._brought_tokens(pending) if loaded else 0,
+            brought=self._brought(pending) if loaded else {},
             misses=pending.misses,
             is_ordered=loaded and pending.order is not None and self._is_away(pending),
         )
@@ -728,9 +728,10 @@ class Restores:
         found = pending.found
         return any(found.get(reading.want.id) is Tier.PEER for reading in pending.readings)
 
-    def _brought_tokens(self, pending: PendingRestore) -> int:
+    def _brought(self, pending: PendingRestore) -> dict[Tier, int]:
         assert pending.plan is not None, "what is loaded was planned"
-        return max(0, pending.plan.chosen.position - pending.complete * self._block)
+        complete, way = pending.complete, pending.plan.chosen
+        return sources.brought_tokens(pending.names, pending.readings, way=way, complete=complete)
 
 
 def _verified(readings: Iterable[sources.RecordRead], ids: Iterable[bytes]) -> tuple[Verified, ...]:

@@ -422,6 +422,28 @@ def record_reads(
     return tuple(found)
 
 
+def brought_tokens(
+    names: RecordNames, reads: Iterable[RecordRead], *, way: Priced, complete: int
+) -> dict[Tier, int]:
+    """Return how many tokens are at hand because of the reads, by where their range state came
+    from; tokens of which the device lacked a point alone, by where that came from. The first
+    `complete` blocks were at hand without.
+    """
+    block, found = names.layout.block_tokens, dict[Tier, int]()
+    points, left = list[Tier](), way.position - complete * block
+    for read in reads:
+        if read.is_point:
+            points.append(read.tier)
+        elif read.component == names.range_names[0] and read.end > complete:
+            tokens = (read.end - max(read.first, complete)) * block
+            found[read.tier] = found.get(read.tier, 0) + tokens
+            left -= tokens
+    if points and left > 0:
+        farthest = max(points, key=NEAREST_FIRST.index)
+        found[farthest] = found.get(farthest, 0) + left
+    return found
+
+
 def _reads_of_lead(names: RecordNames, record: StoredRecord, lead: LeadUse) -> Iterator[RecordRead]:
     """Yield the reads that bring a point by the lead of another one: of that one's record, where
     its rows are needed too, and of the lead."""

@@ -419,8 +419,9 @@ class RestoreReport(msgspec.Struct, frozen=True):
     waited_s: float
     loaded_bytes: int = 0
     loaded_point_bytes: int = 0
-    brought_tokens: int = 0
-    """Tokens that are at hand because of the load; those before were so without it."""
+    brought: Mapping[Tier, int] = {}
+    """Tokens that are at hand because of the load, by where they were read; those before were so
+    without it."""
     misses: int = 0
     is_ordered: bool = False
     """Whether another worker computed some of what was loaded, for this turn."""

@@ -594,6 +594,7 @@ class StepLoop:
             restore=brought.restore,
             plan=brought.plan,
             lost_tokens=lost_tokens(known, kept),
+            brought=brought.brought,
         )
         self._emit(request.request_id, admitted)
         layout = self._cache.layout

@@ -30,6 +30,7 @@ from ownerserve.engines.hf.scheduling.requests import (
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.headers import (
     ANSWER_HEADER,
+    BROUGHT_HEADER,
     CACHED_TOKENS_HEADER,
     EPOCH_HEADER,
     LOST_TOKENS_HEADER,
@@ -41,6 +42,7 @@ from ownerserve.kv.wire.headers import (
     TURN_HEADER,
     VERSION_HEADER,
     AnswerLine,
+    brought_text,
     encode_answer_line,
 )
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -304,6 +306,7 @@ def turn_headers(
         MODE_HEADER: admitted.mode.value,
         CACHED_TOKENS_HEADER: str(admitted.cached_tokens),
         **({RESTORE_HEADER: admitted.restore} if admitted.restore else {}),
+        **({BROUGHT_HEADER: brought_text(admitted.brought)} if admitted.brought else {}),
         **({PLAN_HEADER: admitted.plan} if admitted.plan else {}),
         **({LOST_TOKENS_HEADER: str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
         PROMPT_TOKENS_HEADER: str(len(request.prompt)),

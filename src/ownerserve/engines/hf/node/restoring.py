@@ -22,7 +22,7 @@ from ownerserve.engines.hf.scheduling.requests import EngineRequest
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import AdmittedPrompt, Chunk, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import RestoreAction, Tier
+from ownerserve.kv.messages import ExecutionMode, RestoreAction, Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
 from ownerserve.node.restore.sources import LOADS, Walks
@@ -124,13 +124,19 @@ STOP_WITHIN_S = 5.0
 
 
 class RestoreSummary(msgspec.Struct, frozen=True):
-    """A `RestoreSummary` tells what brought a turn's state: how many tokens, the actions taken, and
-    the plan that was priced. `is_ordered`: another worker computed it for the turn."""
+    """A `RestoreSummary` tells what brought a turn's state: how many tokens, by where they came
+    from, the actions taken, and the plan that was priced. `is_ordered`: another worker computed
+    some of it for the turn, and what came from peers stands under `remote_prefill`."""
 
-    tokens: int = 0
+    brought: Mapping[str, int] = {}
     restore: str = ""
     plan: str = ""
     is_ordered: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """`tokens` are all that were brought."""
+        return sum(self.brought.values())
 
 
 class Restoring(Protocol):
@@ -379,10 +385,12 @@ class WithNode:
             return RestoreSummary()
         turn.began_s = time.monotonic()
         turn.restored = admission.restored
-        actions, plan, tokens, is_ordered = list[RestoreAction](), "", 0, False
+        actions, plan, is_ordered = list[RestoreAction](), "", False
+        brought = dict[str, int]()
         kept = max(admission.restored, admission.floor)
         if kept and turn.report is not None and turn.report.outcome is RestoreOutcome.LOADED:
-            tokens, is_ordered = turn.report.brought_tokens, turn.report.is_ordered
+            is_ordered = turn.report.is_ordered
+            brought = _by_source(turn.report)
             assert turn.report.plan is not None
             plan = summary(turn.report.plan)
             actions += [s.action for s in turn.report.plan.chosen.steps if s.action in LOADS]
@@ -393,7 +401,7 @@ class WithNode:
             actions.append(RestoreAction.REPLAY)
         actions.append(RestoreAction.PREFILL)
         self._metrics.acted(actions)
-        return RestoreSummary(tokens, " + ".join(dict.fromkeys(actions)), plan, is_ordered)
+        return RestoreSummary(brought, " + ".join(dict.fromkeys(actions)), plan, is_ordered)
 
     def computed(self, plan: StepPlan) -> None:
         """Count the tokens that a step's forwards have sampled; time the prompts that got their
@@ -445,3 +453,14 @@ class WithNode:
     def close(self, *, within_s: float) -> None:
         """Copy what is idle to the store for up to `within_s` seconds, since the engine stops."""
         self._node.close(time.monotonic(), within_s=within_s)
+
+
+def _by_source(report: RestoreReport) -> dict[str, int]:
+    """Return the tokens that were brought, by tier, and of a prompt that was computed apart those
+    of its peer by that mode's name."""
+    return {
+        ExecutionMode.REMOTE_PREFILL.value
+        if report.is_ordered and tier is Tier.PEER
+        else tier.value: tokens
+        for tier, tokens in report.brought.items()
+    }

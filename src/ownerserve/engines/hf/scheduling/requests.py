@@ -6,7 +6,7 @@ a clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 import msgspec
@@ -128,6 +128,7 @@ class Admitted(msgspec.Struct, frozen=True):
     `replayed_tokens` more are computed over kept range state, to rebuild windows. `restore` names
     what was done to bring state back, in the planner's words; `plan` is the price of what was
     loaded, in one line. `lost_tokens` were left by the session's last turn and were not at hand.
+    `brought` are the tokens that were loaded, by where they came from.
     """
 
     cached_tokens: int
@@ -136,6 +137,7 @@ class Admitted(msgspec.Struct, frozen=True):
     restore: str = ""
     plan: str = ""
     lost_tokens: int = 0
+    brought: Mapping[str, int] = {}
 
 
 class Delta(msgspec.Struct, frozen=True):
