@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
 
 from ownerserve.cli.demo.compare import TOLERANCE, compare
-from ownerserve.cli.demo.drive import TurnAnswer
+from ownerserve.cli.demo.drive import SessionResult, TurnAnswer, run_conversations
 from ownerserve.cli.demo.fleets import ALL_POLICIES, LONG_TOKENS, can_run, run_of
-from ownerserve.cli.demo.run import computed_tokens, hotspot_index
-from ownerserve.cli.demo.workload import conversations
+from ownerserve.cli.demo.run import computed_tokens, hotspot_index, moved_turns, sources_of
+from ownerserve.cli.demo.workload import Conversation, DemoTurn, conversations
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.report.demo_table import PolicyResult, PressureTotals, Spread, heat_line
+from ownerserve.report.demo_table import heat_line
 from ownerserve.trace.model import Agent, Trace, TraceRequest, TraceSession
+from tests.support.report.demo_results import made
 
 
 def answer(tokens: str, *, logprobs: list[float] | None = None, margin: float = 1.0) -> TurnAnswer:
@@ -84,6 +86,7 @@ def test_a_prompt_that_shrinks_starts_the_context_again() -> None:
     second = TraceRequest(start_s=1.0, input_tokens=100, output_tokens=5, think_s=0.0)
     [conversation] = conversations(trace(first, second), time_scale=1.0)
     assert [turn.restart for turn in conversation.turns] == [True, True]
+    assert [turn.is_last for turn in conversation.turns] == [False, True]
 
 
 def test_heads_of_equal_sizes_are_equal_text_and_agents_have_contexts_of_their_own() -> None:
@@ -95,25 +98,16 @@ def test_heads_of_equal_sizes_are_equal_text_and_agents_have_contexts_of_their_o
     assert main.messages[0] == sub.messages[0]
     assert main.messages[1] != sub.messages[1]
     assert (main.agent, sub.agent) == ("s", "s/1")
-
-
-NOTHING = Spread(0.0, 0.0, 0.0, 0.0)
-
-
-def result(**reasons: int) -> PolicyResult:
-    return PolicyResult(
-        requests=9, errors=0, prompt_tokens=9, cached_token_share=0.5, prefill_tokens_saved=4,
-        ttft_ms=NOTHING, tpot_ms=NOTHING, hotspot_index=1.0, wall_clock_factor=1.0, e2e_s=NOTHING,
-        modes={}, requests_by_worker={}, kv_bytes={}, pressure=PressureTotals(), first_errors=[],
-        reasons=reasons,
-    )  # fmt: skip
+    assert main.is_last and sub.is_last, "each agent is a session of its own"
 
 
 def test_heat_moves_are_counted_by_the_gateways_own_reasons_or_their_lack_is_explained() -> None:
-    moved = result(owner=5, hot_owner=2)
-    assert (moved.heat_moves, heat_line("ear", moved)) == (2, "ear: 2 turns left a hot worker")
-    assert "busier than T_hot" in heat_line("ear", result(owner=9))
-    line = heat_line("ear", result(owner=5, hot_cooling=1, hot_no_target=3, hot_too_dear=2))
+    moved = [made(owner=5, hot_owner=2), made(owner=7)]
+    assert heat_line("ear", moved) == "ear: 2 turns left a hot worker"
+    assert moved[0].heat_moves == 2
+    assert "busier than T_hot" in heat_line("ear", [made(owner=9)])
+    stuck = [made(owner=5, hot_cooling=1, hot_no_target=3), made(hot_too_dear=2)]
+    line = heat_line("ear", stuck)
     assert "6 met a hot one: 3 had no other with room" in line
     assert "2 had one with room, where the turn would have cost more than the wait" in line
     assert "1 had moved a short time before" in line
@@ -156,3 +150,50 @@ def test_what_a_worker_computed_is_told_by_its_own_counts() -> None:
     assert hotspot_index([300, 100], 2) == 1.5
     assert hotspot_index([300], 2) == 2.0, "who computed nothing counts"
     assert hotspot_index([0, 0], 2) == hotspot_index([], 2) == 1.0
+
+
+def turn(agent: str = "s", *, after: tuple[int, ...] = (), last: str = "") -> DemoTurn:
+    return DemoTurn(agent, (), 1, after, 0.0, restart=True, is_last=agent == last)
+
+
+def at(worker: str, *, cached: int = 0, **brought: int) -> TurnAnswer:
+    return TurnAnswer("s", 0, worker=worker, cached_tokens=cached, brought=brought)
+
+
+def test_what_was_at_hand_and_not_loaded_was_on_the_device() -> None:
+    answers = [at("w", cached=900), at("w", cached=500, host=300, peer=100), at("w", host=64)]
+    assert sources_of(answers) == {"device": 1000, "host": 364, "peer": 100}
+
+
+def test_a_move_is_a_turn_elsewhere_than_its_sessions_turn_before() -> None:
+    """A sub-agent is a session of its own; a turn that got no worker is passed over."""
+    conversation = Conversation("s", 0.0, tuple(map(turn, ("s", "s/1", "s", "s", "s/1", "s"))))
+    answers = [at("a"), at("b"), at("a"), at(""), at("b"), at("b")]
+    assert moved_turns([conversation], [SessionResult("s", answers, 1.0)]) == 1
+
+
+async def answered(says: str, conversation: Conversation) -> tuple[list[TurnAnswer], list[str]]:
+    """The answers to a conversation of an engine that says these lines of each, and its heads."""
+    heads: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode().lower())
+        writer.write(f"HTTP/1.1 200 OK\r\nconnection: close\r\n{says}\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        [session] = await run_conversations(
+            url, [conversation], model="m", transcript={}, on_turn=lambda answer: None
+        )
+    return session.answers, heads
+
+
+def test_an_answer_says_what_was_loaded_and_the_last_turn_that_its_session_ends() -> None:
+    """Who says nothing keeps its seat at the gateway, and others wait for it, for minutes."""
+    conversation = Conversation("s", 0.0, (turn(), turn(after=(0,), last="s")))
+    says = "x-ownerserve-brought-tokens: host=32, remote_prefill=16\r\nx-ownerserve-worker: w\r\n"
+    answers, heads = asyncio.run(answered(says, conversation))
+    assert [a.brought for a in answers] == [{"host": 32, "remote_prefill": 16}] * 2
+    assert ["x-ownerserve-session-final: true" in head for head in heads] == [False, True]

@@ -37,7 +37,7 @@ def test_answers_are_vllms_own_and_a_killed_workers_session_goes_on(tmp_path: Pa
     run = demo(*size, "--vllm-python", str(VLLM_PYTHON), "--json", str(target), timeout_s=900)
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads(target.read_bytes())
-    alone, ours = result["policies"]["vllm"], result["policies"]["ownerserve"]
+    [alone], [ours] = result["policies"]["vllm"], result["policies"]["ownerserve"]
     assert alone["errors"] == ours["errors"] == 0
     assert result["answers_equal"] is True
     assert ours["cached_token_share"] >= alone["cached_token_share"]

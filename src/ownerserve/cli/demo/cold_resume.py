@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from ownerserve.cli.demo.forked import forked
 from ownerserve.cli.demo.processes import Child
 from ownerserve.kv.wire.headers import (
     CACHED_TOKENS_HEADER,
@@ -85,7 +86,7 @@ def cold_resume(folder: Path, *, model: str = "tiny-v4", context: int = 3000) ->
 
 def _turn(name: str, arguments: Sequence[str], folder: Path, *, prompt: list[int]) -> ServedTurn:
     """Run one worker's life: one turn, after a short one that warms it up."""
-    child = Child(name, arguments, folder)
+    child = Child(name, arguments, folder, begin=forked)
     try:
         [url] = child.wait_ready(READY_S)
         with httpx.Client(base_url=url, timeout=READY_S, trust_env=False) as http:

@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from ownerserve.cli.demo.fleets import DemoRun
 from ownerserve.kv.errors import PeerLost
@@ -41,24 +42,55 @@ def die_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class Child:
-    """A child is one `ownerserve` process and the URL it serves on. Owns the process."""
+class ChildProcess(Protocol):
+    """A child process is an `ownerserve` command that runs, as `subprocess.Popen` knows one."""
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
-        self.name = name
-        self.log_path = folder / f"{name}.log"
-        self._ready_path = folder / f"{name}.ready"
-        self._log = self.log_path.open("wb")
-        command = [sys.executable, "-m", "ownerserve.cli.main", *arguments]
-        self.process = subprocess.Popen(
-            [*command, "--ready-file", str(self._ready_path)],
+    @property
+    def pid(self) -> int:
+        """`pid` is the process's, and its group's."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return its exit code; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return its exit code once it has ended. Raises subprocess.TimeoutExpired."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal."""
+        ...
+
+
+Begin = Callable[[Sequence[str], Path], ChildProcess]
+"""How a child begins: from its command's arguments, and the file that its output goes to."""
+
+
+def spawned(arguments: Sequence[str], log_path: Path) -> ChildProcess:
+    """Begin a child by starting Python anew."""
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ownerserve.cli.main", *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=self._log,
+            stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
+
+
+class Child:
+    """A child is one `ownerserve` process and the URL it serves on. Owns the process."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], folder: Path, *, begin: Begin = spawned
+    ) -> None:
+        self.name = name
+        self.log_path = folder / f"{name}.log"
+        self._ready_path = folder / f"{name}.ready"
+        self.process = begin([*arguments, "--ready-file", str(self._ready_path)], self.log_path)
 
     def wait_ready(self, timeout_s: float) -> list[str]:
         """Return the lines of the child's ready file: the URL it serves on, then others it names.
@@ -67,8 +99,8 @@ class Child:
         """
         deadline = time.monotonic() + timeout_s
         while not self._ready_path.exists():
-            if self.process.poll() is not None:
-                raise PeerLost(f"{self.name} exited with {self.process.returncode}:\n{self.tail()}")
+            if (code := self.process.poll()) is not None:
+                raise PeerLost(f"{self.name} exited with {code}:\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise PeerLost(f"{self.name} not ready after {timeout_s:.0f} s:\n{self.tail()}")
             time.sleep(0.02)
@@ -87,15 +119,15 @@ class Child:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
-        self._log.close()
 
 
 class DemoFleet:
     """The fleet is a directory, workers and the gateway before them. A context manager: leaving
     stops all."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, begin: Begin = spawned) -> None:
         self._folder = folder
+        self._begin = begin
         self._children: list[Child] = []
         self.worker_urls: list[str] = []
         self.directory_url = self.gateway_url = self.admin_url = ""
@@ -118,8 +150,13 @@ class DemoFleet:
         gateway = self._spawn("gateway", ["gateway", *FREE_PORTS, *options, *over])
         self.gateway_url, self.admin_url = gateway.wait_ready(BEGIN_S)
 
+    @property
+    def pids(self) -> list[int]:
+        """`pids` are those of its processes."""
+        return [child.process.pid for child in self._children]
+
     def _spawn(self, name: str, arguments: Sequence[str]) -> Child:
-        child = Child(name, arguments, self._folder)
+        child = Child(name, arguments, self._folder, begin=self._begin)
         self._children.append(child)
         return child
 

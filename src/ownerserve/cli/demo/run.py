@@ -4,6 +4,7 @@ the sums."""
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import tempfile
 import time
@@ -17,10 +18,12 @@ import msgspec
 
 from ownerserve.cli.demo.drive import SessionResult, TurnAnswer, run_conversations
 from ownerserve.cli.demo.fleets import DemoRun
+from ownerserve.cli.demo.forked import forked
+from ownerserve.cli.demo.machine import cpu_ticks, others_share
 from ownerserve.cli.demo.processes import DemoFleet
 from ownerserve.cli.demo.spoken import metrics, spoken
 from ownerserve.cli.demo.workload import Conversation, Transcript, unserved_s
-from ownerserve.report.demo_table import PolicyResult, PoolUse, PressureTotals, spread
+from ownerserve.report.demo_results import PolicyResult, PoolUse, PressureTotals, spread
 
 T = TypeVar("T")
 
@@ -56,10 +59,11 @@ def run_policy(
     """Start a fleet, drive the workload, stop the fleet. Raises PeerLost when a process dies."""
     with (
         tempfile.TemporaryDirectory(prefix="ownerserve-demo-") as folder,
-        DemoFleet(Path(folder)) as fleet,
+        DemoFleet(Path(folder), begin=forked) as fleet,
     ):
         fleet.start(setup.worker_arguments, run)
-        started_s = time.perf_counter()
+        measured = (os.getpid(), *fleet.pids)
+        before, started_s = cpu_ticks(measured), time.perf_counter()
         sessions = asyncio.run(
             run_conversations(
                 fleet.gateway_url,
@@ -69,7 +73,7 @@ def run_policy(
                 on_turn=on_turn,
             )
         )
-        took_s = time.perf_counter() - started_s
+        took_s, after = time.perf_counter() - started_s, cpu_ticks(measured)
         answers = [answer for session in sessions for answer in session.answers]
         factor = wall_clock_factor(took_s, setup.conversations)
         result = _result(sessions, answers, fleet.worker_urls, factor=factor)
@@ -80,6 +84,9 @@ def run_policy(
             directory_messages=said.directory,
             directory_frames=said.frames,
             node_requests=said.node,
+            moves=moved_turns(setup.conversations, sessions),
+            peer_bytes=sum(_peer_bytes(url) for url in fleet.worker_urls),
+            others_cpu_share=others_share(before, after),
         )
         return result, answers
 
@@ -103,6 +110,8 @@ SPILLED = re.compile(r'^ownerserve_spilled_slots_total\{component="(\w+)"\} (\S+
 PROMPT_TOKENS = re.compile(r"^ownerserve_prompt_tokens_total (\S+)$", re.MULTILINE)
 CACHED_TOKENS = re.compile(r"^ownerserve_cached_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 
+PEER_BYTES = re.compile(r"^ownerserve_peer_read_bytes_total (\S+)$", re.MULTILINE)
+
 DISPATCHES = re.compile(
     r'^ownerserve_gateway_dispatches_total\{reason="(\w+)"\} (\S+)$', re.MULTILINE
 )
@@ -112,6 +121,11 @@ def _reasons(admin_url: str) -> dict[str, int]:
     """Return why the gateway sent turns where it did: its own count of dispatches."""
     found = DISPATCHES.findall(metrics(admin_url))
     return {name: int(float(count)) for name, count in found}
+
+
+def _peer_bytes(url: str) -> int:
+    """Return the bytes that one worker read of others, by its own count."""
+    return sum(int(float(count)) for count in PEER_BYTES.findall(metrics(url)))
 
 
 def _pressure(url: str) -> PressureTotals:
@@ -147,9 +161,11 @@ def _result(
         kept.update(_ask(url, "status", DeviceStatus).device.kept_bytes())
         pressure.add(_pressure(url))
     return PolicyResult(
+        sources=sources_of(good),
         requests=len(answers),
         errors=len(answers) - len(good),
         prompt_tokens=prompt,
+        computed_tokens=sum(computed),
         cached_token_share=saved / prompt if prompt else 0.0,
         prefill_tokens_saved=saved,
         ttft_ms=spread([answer.ttft_ms for answer in good]),
@@ -163,6 +179,29 @@ def _result(
         pressure=pressure,
         first_errors=[answer.error for answer in answers if answer.error][:3],
     )
+
+
+def sources_of(answers: Sequence[TurnAnswer]) -> dict[str, int]:
+    """Return the prompt tokens that were at hand where they were answered, by where they were: what
+    was not loaded for the turn was on the device."""
+    sources: Counter[str] = Counter()
+    for answer in answers:
+        sources.update(answer.brought)
+        sources["device"] += max(0, answer.cached_tokens - sum(answer.brought.values()))
+    return dict(sources)
+
+
+def moved_turns(conversations: Sequence[Conversation], sessions: Sequence[SessionResult]) -> int:
+    """Return how many turns ran at another worker than their session's turn before; an agent of a
+    conversation is a session of its own."""
+    moved = 0
+    for conversation, session in zip(conversations, sessions, strict=True):
+        last: dict[str, str] = {}
+        for turn, answer in zip(conversation.turns, session.answers, strict=True):
+            if answer.worker:
+                moved += last.get(turn.agent, answer.worker) != answer.worker
+                last[turn.agent] = answer.worker
+    return moved
 
 
 def wall_clock_factor(took_s: float, conversations: Sequence[Conversation]) -> float:

@@ -17,7 +17,8 @@ from ownerserve.cli.demo.vllm_processes import VllmSetup, find_python
 from ownerserve.cli.demo.vllm_run import ALONE, WITH_US, Crash, run_engine, write_model
 from ownerserve.cli.demo.workload import Conversation, Transcript
 from ownerserve.cli.output import write_json
-from ownerserve.report.demo_table import PolicyResult, policy_table
+from ownerserve.report.demo_results import PolicyResult
+from ownerserve.report.demo_table import engines_table
 from ownerserve.trace.model import Trace
 
 CONTEXTS_IN_POOL = 1
@@ -52,7 +53,7 @@ def run_vllm_demo(console: Console, demo: VllmDemo, json_target: str | None) -> 
             f"{demo.trace.name}; {demo.workers} vLLM workers ({python}), a tiny random Qwen3, "
             f"{setup.pool_tokens:,} tokens of KV each"
         )
-        for name in (ALONE, WITH_US):
+        for name in (WITH_US, ALONE):  # who runs last finds a machine that is warm
             console.print(f"{name}: starting workers; vLLM takes its time ...")
             results[name], answers[name], survived = run_engine(
                 name,
@@ -63,16 +64,17 @@ def run_vllm_demo(console: Console, demo: VllmDemo, json_target: str | None) -> 
                 on_turn=lambda answer: None,
             )
             crash = survived or crash
+    results = {name: results[name] for name in (ALONE, WITH_US)}
     comparison = compare(answers[ALONE], answers[WITH_US])
-    console.print(policy_table(results))
+    console.print(engines_table(results))
     console.print(_verdict(comparison))
     if crash is not None:
         console.print(crash.line())
     body = {
         "engine": "vllm",
-        "policies": results,
+        "policies": {name: [result] for name, result in results.items()},
         "answers_equal": comparison.equal,
-        "comparisons": {WITH_US: comparison},
+        "comparisons": {WITH_US: [comparison]},
         "crash": crash,
         "workload": {"name": demo.trace.name, "requests": demo.trace.request_count},
         "workers": demo.workers,

@@ -22,7 +22,7 @@ from ownerserve.cli.demo.drive import SessionResult, TurnAnswer, run_conversatio
 from ownerserve.cli.demo.run import hotspot_index, wall_clock_factor
 from ownerserve.cli.demo.vllm_processes import VllmFleet, VllmSetup, VllmWorker
 from ownerserve.cli.demo.workload import Conversation, Transcript
-from ownerserve.report.demo_table import PolicyResult, PressureTotals, spread
+from ownerserve.report.demo_results import PolicyResult, PressureTotals, spread
 
 ALONE, WITH_US = "vllm", "ownerserve"
 PROMPT_TOKENS = 1500
@@ -176,6 +176,7 @@ def _result(
         requests=len(answers),
         errors=len(answers) - len(good),
         prompt_tokens=prompt,
+        computed_tokens=sum(computed.values()),
         cached_token_share=cached / prompt if prompt else 0.0,
         prefill_tokens_saved=cached,
         ttft_ms=spread([answer.ttft_ms for answer in good]),
