@@ -1,7 +1,8 @@
 """A Hypothesis machine over NodeState with a store that answers late, wrong, twice or never.
 
 Whatever happens: every turn starts exactly once, every resident slot holds what its tokens say,
-nothing stays reserved, and the books of cache and node agree after every step.
+nothing stays reserved, a turn reserves no more than a part, and the books of cache and node agree
+after every step.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ownerserve.cache.metrics import snapshot
+from ownerserve.cache.outcomes import Begun, NoRoom, Turn
 from ownerserve.cache.pressure import Watermarks
 from ownerserve.kv.ids import TurnId
+from ownerserve.kv.prefix import pack
 from ownerserve.node.vocabulary.events import (
     Fetch,
     Fetched,
@@ -33,6 +36,8 @@ SETTINGS = NodeSettings(
     restore_deadline_s=3.0,
     room_wait_s=2.0,
     copy_bytes_a_tick=128,
+    part_tokens=2 * B,
+    step_tokens=B,
 )
 
 
@@ -48,6 +53,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.arrived = 0
         self.ran: list[TurnId] = []
         self.given_up: set[TurnId] = set()
+        self.running: list[TurnId] = []
 
     @rule(
         session=st.sampled_from(["a", "b", None]),
@@ -142,6 +148,25 @@ class NodeMachine(RuleBasedStateMachine):
         if wanted:
             self.driver.cache.pressure.evict_blocks(wanted)
 
+    @rule(blocks=st.integers(1, 16))
+    def somebody_runs_on(self, blocks: int) -> None:
+        """A turn that is not the node's holds blocks, as one does that was let on long ago."""
+        cache, turn_id = self.driver.cache, TurnId(f"r{len(self.running)}-{self.driver.now}")
+        if turn_id in self.running or not cache.occupancy.states.free:
+            return
+        turn = Turn(turn_id, None, pack(range(90_000, 90_000 + blocks * B)))
+        if not isinstance(cache.begin(turn, self.driver.now), Begun):
+            return
+        if isinstance(cache.reserve(turn_id, blocks * B, self.driver.now), NoRoom):
+            cache.abort(turn_id, self.driver.now)
+        else:
+            self.running.append(turn_id)
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def it_ends(self) -> None:
+        self.driver.cache.abort(self.running.pop(), self.driver.now)
+
     @rule(low=st.sampled_from([0.0, 0.2, 0.6]), more=st.sampled_from([0.0, 0.3]))
     def watermarks_move(self, low: float, more: float) -> None:
         self.driver.watermarks(Watermarks(low=low, high=low + more, idle_s=0.4))
@@ -149,9 +174,14 @@ class NodeMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.driver.check()
+        reserved, _ = self.driver.cache.ingest.counts()
+        here = len(self.driver.waiting) + len(("a", "b", "c"))  # and prefetches
+        assert reserved <= (2 + 1) * here, "a part, and what its last record has beyond it"
 
     def teardown(self) -> None:
         """The store never answers again: deadlines alone must let every turn start."""
+        while self.running:
+            self.it_ends()
         for deadline_s in (SETTINGS.room_wait_s, SETTINGS.restore_deadline_s):
             self.driver.now += deadline_s
             self.driver.handle(Tick())

@@ -509,14 +509,20 @@ class ResidentState:
         return self._walk(tokens, None)[1]
 
     def missing_blocks(
-        self, tokens: Packed, *, behind: ResumeDepth | None = None, held: int = 0
+        self,
+        tokens: Packed,
+        *,
+        behind: ResumeDepth | None = None,
+        held: int = 0,
+        more: int | None = None,
     ) -> int:
         """Count the blocks of a prompt, its last unfinished one included, that are neither among
         the first `held` nor kept for a running turn; resident or not, they may have to be had
-        again."""
+        again. Behind what is resident only `more` blocks count; None: all."""
         node, depth = self._walk(tokens, behind)
         kept = max(held, prefix_tree.locked_depth(node, depth))
-        return -(-len(tokens) // self._tree.block_bytes) - kept
+        total = -(-len(tokens) // self._tree.block_bytes)
+        return (total if more is None else min(total, depth + more)) - kept
 
     def retain(
         self, turn_id: TurnId, tokens: Packed, now: float, *, behind: ResumeDepth | None = None

@@ -256,6 +256,14 @@ if TYPE_CHECKING:
     show_default=True,
     help="A prompt of which so much is to be computed is one for a prefill peer.",
 )
+@click.option(
+    "--part-tokens",
+    type=click.IntRange(0),
+    default=8192,
+    show_default=True,
+    help="A session's state comes back in parts of about so many tokens, each into room of its own;"
+    " 0: all at once.",
+)
 @curve_key_option
 @click.option(
     "--worker-id",
@@ -496,6 +504,7 @@ def _options(flags: dict[str, object], sizes: dict[str, int]) -> WorkerOptions:
         write=DEFAULT_WRITE if flags["write"] is None else str(flags["write"]),
         node=NodeSettings(
             spill_after_s=None if spill_after is None else float(str(spill_after)),
+            part_tokens=int(str(flags["part_tokens"])),
             order_tokens=int(str(flags["prefill_tokens"])) if _prefill_peers(flags) else 0,
         ),
         evict=str(flags["evict"]),

@@ -22,7 +22,7 @@ refusal has a reason. A turn that is here then waits in the `RoomQueue` until it
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 
 import msgspec
@@ -30,7 +30,6 @@ import msgspec
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.sessions import Sessions
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
@@ -42,6 +41,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.restore.sources import Walks
 from ownerserve.node.vocabulary.events import TurnArrived
+from ownerserve.node.vocabulary.settings import NodeSettings
 
 RESERVED_FOR_S = 10.0
 """How long a place is held. Longer than a prompt takes to cross a data centre, many times over."""
@@ -249,29 +249,34 @@ class Admission:
 # ---- turns that are here
 
 
-class _WaitingTurn(msgspec.Struct, frozen=True):
-    """A `_WaitingTurn` is a turn that waits in the queue, at most until `until_s`."""
+class _LinedTurn(msgspec.Struct, eq=False):
+    """A `_LinedTurn` is a turn that waits for room, at most until `until_s`, or was let on."""
 
     event: TurnArrived
     until_s: float
+    is_waiting: bool = True
 
 
 class RoomQueue:
-    """The `RoomQueue` holds the turns that are here and for whose prompts the device has no room
-    yet, and remembers those that it let on.
+    """The `RoomQueue` is the line of the turns that are here and have not begun: each waits in it
+    for the room of what it is brought next.
 
-        arrival ── queue ── the first, and there is room for its whole prompt ── restore ── Start
-                   |  what of its prompt is resident goes last: it is the next to be read
+        arrival ── in line ── there is room for its next part, and a step ── let on ── Start
+                   |  ^  what of its prompt is resident goes last              |
+                   |  `──────────────── a part has come ───────────────────────'
                    `─ ROOM_WAIT_S: on it goes all the same
 
     State that is brought for a turn which can't begin is evicted for those that run, and computed
-    after all. So nothing is brought before there is room for the turn to begin, in order of
-    arrival; and nobody passes a turn that waits, or a long prompt would wait for ever. Room is what
-    is free or can be evicted, less what turns that were let on and have not begun will take.
+    after all. So nothing is brought before there is room for it, in order of arrival; and nobody
+    passes a turn that waits, or a long prompt would wait for ever. Room is what is free or can be
+    evicted, less all that the turns which came before and have not begun will still take. So one
+    turn at most is brought on in less room than its whole prompt needs: the first that lacks it.
+    Behind it all wait; it needs no more at once than a part beside what it has got.
 
     The class owns who waits. The cache owns the room; a promise made here is a number and holds no
     slot, so that a decode that grows may take it and nothing deadlocks (invariant 7).
-    `held_blocks(turn)`: blocks that the turn's restore has reserved or locked.
+    `held_blocks(turn)`: blocks that the turn's restore has reserved or locked. `part_blocks` are
+    those of a part and a step; None: a turn's whole prompt is one part.
     """
 
     def __init__(
@@ -280,67 +285,85 @@ class RoomQueue:
         walks: Walks,
         held_blocks: Callable[[TurnId], int],
         *,
-        room_wait_s: float,
+        settings: NodeSettings,
     ) -> None:
+        block, part = cache.layout.block_tokens, settings.part_tokens
+        self.part_blocks = -(-(part + settings.step_tokens) // block) if part else None
         self._cache = cache
         self._walks = walks
         self._held_blocks = held_blocks
-        self._room_wait_s = room_wait_s
-        self._waiting: OrderedDict[TurnId, _WaitingTurn] = OrderedDict()
-        self._let_on: dict[TurnId, Packed] = {}
+        self._room_wait_s = settings.room_wait_s
+        self.returned = 0
+        """`returned` counts the parts whose slots were reserved and are the cache's again."""
+        self._turns: dict[TurnId, _LinedTurn] = {}
+        self._waiting: set[TurnId] = set()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def arrived(self, event: TurnArrived, now: float) -> None:
         """Queue the turn, and retain what of its prompt is resident."""
-        self._waiting[event.turn_id] = _WaitingTurn(event, now + self._room_wait_s)
+        self._turns[event.turn_id] = _LinedTurn(event, now + self._room_wait_s)
+        self._waiting.add(event.turn_id)
         self._walks.retain(event.turn_id, event.tokens, now)
 
     def let_on(self, now: float) -> list[TurnArrived]:
-        """Take the turns that may go on now out of the queue, in order of arrival, and return
-        them."""
+        """Let the turns on that may be, in order of arrival, and return them."""
         going: list[TurnArrived] = []
-        while self._waiting:
-            first = next(iter(self._waiting.values()))
-            turn_id = first.event.turn_id
-            if now < first.until_s and not self._has_room(turn_id, first.event.tokens):
+        while (first := self._first()) is not None:
+            if now < first.until_s and not self._has_room(first):
                 break
-            del self._waiting[turn_id]
-            self._let_on[turn_id] = first.event.tokens
+            self._waiting.remove(first.event.turn_id)
+            first.is_waiting = False
             going.append(first.event)
         return going
 
+    def back(self, turn_id: TurnId, now: float) -> None:
+        """Take a turn that was let on back in line, where it stood: a part has come for it, and is
+        retained."""
+        self.returned += 1
+        self._turns[turn_id].is_waiting = True
+        self._waiting.add(turn_id)
+        self.loaded(turn_id, now)
+
     def loaded(self, turn_id: TurnId, now: float) -> None:
         """Retain the state that was brought for the turn until the turn has begun."""
-        self._walks.retain(turn_id, self._let_on[turn_id], now)
+        self._walks.retain(turn_id, self._turns[turn_id].event.tokens, now)
 
     def over(self, turn_id: TurnId) -> None:
         """Forget the turn, which has ended or was given up; `Walks.over` releases what it
         retained."""
-        self._waiting.pop(turn_id, None)
-        self._let_on.pop(turn_id, None)
+        self._turns.pop(turn_id, None)
+        self._waiting.discard(turn_id)
 
     def next_due(self) -> float | None:
         """Return the instant at which `let_on` has something to do; 0: now; None: nobody waits."""
-        if not self._waiting:
+        first = self._first()
+        if first is None:
             return None
-        first = next(iter(self._waiting.values()))
-        event = first.event
-        return 0.0 if self._has_room(event.turn_id, event.tokens) else first.until_s
+        return 0.0 if self._has_room(first) else first.until_s
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _has_room(self, turn_id: TurnId, tokens: Packed) -> bool:
-        """Return whether there is room for a whole prompt behind all that were let on. A prompt
-        longer than the device passes, since it never has room: the engine says so."""
-        occupancy, running = self._cache.occupancy, self._cache.running
+    def _first(self) -> _LinedTurn | None:
+        """Return the first turn that waits; None: nobody does."""
+        if not self._waiting:
+            return None
+        return next(turn for turn in self._turns.values() if turn.is_waiting)
+
+    def _has_room(self, turn: _LinedTurn) -> bool:
+        """Return whether there is room for what the turn is brought next, behind all that came
+        before it. A prompt longer than the device passes, since it never has room: the engine says
+        so."""
+        occupancy, running, tokens = self._cache.occupancy, self._cache.running, turn.event.tokens
         if -(-len(tokens) // self._cache.layout.packed_block_bytes) > occupancy.most_blocks:
             return True
-        spare = occupancy.obtainable_blocks() - self._walks.missing_blocks(turn_id, tokens)
-        for other, others in self._let_on.items():
-            if spare < 0:
-                return False
+        spare = occupancy.obtainable_blocks()
+        for other, before in self._turns.items():
+            if before is turn or spare < 0:
+                break
             if other not in running:
-                spare -= self._walks.missing_blocks(other, others, held=self._held_blocks(other))
-        return spare >= 0
+                held = self._held_blocks(other)
+                spare -= self._walks.missing_blocks(other, before.event.tokens, held=held)
+        more = self.part_blocks
+        return spare >= max(0, self._walks.missing_blocks(turn.event.turn_id, tokens, more=more))

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from ownerserve.cache.outcomes import Resume
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
@@ -78,6 +80,8 @@ class HostedNodeState:
         self.names = saves.names
         self.saves = saves
         self.operations = operations
+        # The engine gives a turn all its blocks before anything is written: a load is one part.
+        settings = msgspec.structs.replace(settings, part_tokens=0)
         self.restores = Restores(
             device, self.names, operations, planner=planner, costs=costs, settings=settings
         )
@@ -179,4 +183,4 @@ class HostedNodeState:
                 session_id=event.session_id,
                 tenant=event.tenant,
             )
-        return self._noted(event.turn_id, self.restores.arrived(event, _Hashed(prefix), now=now))
+        return self._noted(event.turn_id, self.restores.let_on(event, _Hashed(prefix), now=now))

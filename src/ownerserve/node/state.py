@@ -95,9 +95,8 @@ class NodeState:
             costs=costs,
             settings=settings,
         )
-        self.room_queue = RoomQueue(
-            cache, self.walks, self.restores.held_blocks, room_wait_s=settings.room_wait_s
-        )
+        held = self.restores.held_blocks
+        self.room_queue = RoomQueue(cache, self.walks, held, settings=settings)
         self.checkpoints = Checkpoints(policy or TurnEnd(), planner.model, costs)
         self.gaps = SessionGaps(value, planner.abilities, settings)
         copies = RecordCopies(names, value, self.operations, self.checkpoints)
@@ -194,7 +193,10 @@ class NodeState:
                 | NotFetched()
                 | Filled()
             ):
-                return self.operations.complete(event, now)
+                effects = self.operations.complete(event, now)
+                if restores.between:
+                    effects += self._next_parts(now)
+                return effects
             case TurnArrived():
                 return self._arrived(event, now)
             case TurnEnded():
@@ -249,9 +251,7 @@ class NodeState:
             self._reprice(now)
         self.cache.sessions.expire(now)
         self.cache.lends.expire(now)
-        effects = self.restores.overdue(now)
-        for event in self.room_queue.let_on(now):
-            effects += self._restore(event, now)
+        effects = self.restores.overdue(now) + self._let_on(now)
         effects += self.pressure_relief.tick(now)
         effects += self.idle_spills.tick(now)
         if self.idle_spills.over:
@@ -343,13 +343,40 @@ class NodeState:
             if event.hashed is not None:
                 self.chains.hashed(event.tokens, event.session_id, event.hashed)
         self.room_queue.arrived(event, now)
+        return self._let_on(now)
+
+    def _let_on(self, now: float) -> list[Effect]:
+        """Let the turns on for which there is room: what they are brought next is."""
         effects: list[Effect] = []
-        for next_one in self.room_queue.let_on(now):
-            effects += self._restore(next_one, now)
+        for event in self.room_queue.let_on(now):
+            effects += self._restore(event, now)
         return effects
 
+    def _next_parts(self, now: float) -> list[Effect]:
+        """Have the turns for which a part has come wait for the next one's room, and let on who has
+        it."""
+        between, self.restores.between = self.restores.between, []
+        effects: list[Effect] = []
+        for event in between:
+            if event.turn_id in self._turns:
+                self.room_queue.back(event.turn_id, now)
+            else:
+                effects += self._prefetch_on(event, now)
+        return effects + self._let_on(now)
+
+    def _prefetch_on(self, event: TurnArrived, now: float) -> list[Effect]:
+        """Bring the next part of a prefetch into room that is free, or end it with those it has."""
+        free = self.cache.occupancy.blocks.free
+        if not len(self.room_queue) and free >= (self.room_queue.part_blocks or 0):
+            return self._restore(event, now)
+        self.prefetches.landed(event.turn_id)
+        self.idle_spills.counts["prefetch_no_room"] += 1
+        dropped = list(self.restores.gone(event.turn_id, now))
+        self.restores.reports.pop(event.turn_id, None)
+        return dropped
+
     def _restore(self, event: TurnArrived, now: float) -> list[Effect]:
-        return list(self.restores.arrived(event, self.chains, now=now))
+        return list(self.restores.let_on(event, self.chains, now=now))
 
     def _ended(self, event: TurnEnded, now: float) -> None:
         session_id = self._turns.pop(event.turn_id, None)

@@ -135,7 +135,7 @@ def build_worker(options: WorkerOptions) -> HfWorker:
     limits = _limits(options, runner, sizes)
     facts = _facts(checkpoint, runner, limits)
     codec, metrics = ChatCodec(checkpoint.tokenizer), WorkerMetrics()
-    node = build_node(options, checkpoint, runner=runner, cache=cache)
+    node = build_node(_in_steps(options, limits), checkpoint, runner=runner, cache=cache)
     scheduler = Scheduler(
         cache,
         limits,
@@ -176,6 +176,14 @@ def build_worker(options: WorkerOptions) -> HfWorker:
     engine, prefixes = AsyncEngine(steps), PromptPrefixes(facts.block_tokens)
     owning, needed = steps.ownership, steps.is_needed
     return HfWorker(engine, codec, facts, metrics, sizes, prefixes, owning, transfers, needed)
+
+
+def _in_steps(options: WorkerOptions, limits: SchedulerLimits) -> WorkerOptions:
+    """Return the options with what a step may take at most: prompts their share, each decode a
+    token."""
+    step_tokens = limits.prefill_tokens_a_step + limits.max_running
+    node = msgspec.structs.replace(options.node, step_tokens=step_tokens)
+    return msgspec.structs.replace(options, node=node)
 
 
 def _facts(checkpoint: LoadedCheckpoint, runner: ModelRunner, limits: SchedulerLimits) -> Facts:

@@ -6,6 +6,7 @@
     OFFERED   DevicePlaced: the engine says where it may go | DeviceAsked   -
     LOADING   Fetched | NotFetched | deadline                               slots, reserved
     FILLING   Filled | deadline                                             slots, with a writer
+    BETWEEN   go_on: there is room for the next part                        -
     BRINGING  Filled | NotFetched                                           slots, with a writer
 
 FOUND and OFFERED are for a device that answers `Later` (restore.device): a turn waits there in the
@@ -13,9 +14,14 @@ engine's queue and not for us, so they have no deadline; and once it has blocks,
 (`FetchAndFill`, while BRINGING) reads and writes them, since only its performer knows when it is
 quiet. All that was read and written counts, or nothing.
 
+A long restore comes in parts (NodeSettings.part_tokens): LOADING, FILLING and BETWEEN once more
+for each. What is committed is in the tree, verified and named by its tokens, whatever becomes of
+the next part. BETWEEN two of them the turn is back in line for room (admission.RoomQueue), and
+nothing keeps what has come but its soft reference. The last part has the point state.
+
 Whatever goes wrong, the turn starts: with less state and more to compute. What could not be read
-is left out of the next plan, so a bad record costs one attempt and is counted once. Slots are
-reserved before a byte is read, and the reservation pins what of the prefix is resident.
+is left out of the next plan, so a bad record costs one attempt and is counted once. A part's slots
+are reserved before a byte of it is read, and the reservation pins what of the prefix is resident.
 
 A reservation that is given up is on hold until its writer is quiet. A `Fetch` reads into memory of
 its own and was handed no slot, so while LOADING nobody writes: the slots are free at once, and a
@@ -107,6 +113,7 @@ class RestorePhase(StrEnum):
     OFFERED = "offered"
     LOADING = "loading"
     FILLING = "filling"
+    BETWEEN = "between"
     BRINGING = "bringing"
 
 
@@ -159,14 +166,25 @@ class PendingRestore(msgspec.Struct, eq=False):
     bases: set[bytes] = set()
     """Ids of other prefixes' points that were asked for, since a lead of theirs was found."""
     bad: set[bytes] = set()
-    attempts: int = 0
     misses: int = 0
+    lost: int = 0
+    """Blocks that had been brought and were evicted before the next part came."""
     plan: RestorePlan | None = None
     match: Match | None = None
     """What the device had when `plan` was made."""
     readings: tuple[sources.RecordRead, ...] = ()
+    """What the part that is brought now is read from; it reaches depth `end`."""
+    end: int = 0
+    brought: tuple[sources.RecordRead, ...] = ()
+    """What the parts were read from that are committed."""
     arrival: Arrival | None = None
     room: SlotsReserved | None = None
+
+    @property
+    def goal(self) -> int:
+        """`goal` is the depth up to which the plan brings state."""
+        assert self.plan is not None, "what is brought was planned"
+        return self.plan.chosen.position // self.names.layout.block_tokens
 
 
 class Restores:
@@ -187,6 +205,8 @@ class Restores:
         """`parted` has the turn that was planned last, and up to where device and store had range
         state of it then; who saves by it empties it."""
         self.trials = Trials()
+        self.between: list[TurnArrived] = []
+        """`between` has the turns that came between two parts; who gives them room empties it."""
         self._device = device
         self._names = names
         self._operations = operations
@@ -290,9 +310,12 @@ class Restores:
                 return self._filled(event, now)
         return ()
 
-    def arrived(self, event: TurnArrived, chains: Hashes, *, now: float) -> Iterable[Effect]:
-        """Begin a turn's restore: ask the store, or start the turn at once where the device has all
-        that could be restored."""
+    def let_on(self, event: TurnArrived, chains: Hashes, *, now: float) -> Iterable[Effect]:
+        """Bring the next part for a turn that is between two. Begin the restore of any other one:
+        ask the store, or start the turn at once where the device has all that could be restored."""
+        pending = self._pending.get(event.turn_id)
+        if pending is not None and pending.phase is RestorePhase.BETWEEN:
+            return self._go_on(pending, now)
         cap = max(0, len(event.tokens) // TOKEN_BYTES - 1) // self._block
         match = self._device.match(event.turn_id, event.tokens)
         if isinstance(match, Later):
@@ -490,7 +513,6 @@ class Restores:
         if not isinstance(reserved, SlotsReserved):
             return self._started(pending, RestoreOutcome.NO_ROOM, now)
         pending.room = reserved
-        pending.attempts += 1
         pending.phase, operation_id = RestorePhase.BRINGING, self._begin(pending)
         wants = tuple(reading.want for reading in pending.readings)
         until_s = now + self._settings.restore_deadline_s
@@ -517,22 +539,45 @@ class Restores:
             return self._started(pending, RestoreOutcome.LATE, now)
         pending.bad |= {event.id} if event.id else {r.want.id for r in pending.readings}
         pending.stored = None
-        if pending.attempts >= self._settings.attempts:
+        if pending.misses >= self._settings.attempts:
             return self._started(pending, RestoreOutcome.MISS, now)
         return self._decide(pending, now)
 
     def _filled(self, event: Filled, now: float) -> Iterable[Effect]:
-        """Commit the slots, which are written: the prefix enters the tree with all its components
-        at once. The turn starts."""
+        """Commit the slots, which are written: the part enters the tree with all its components at
+        once. The turn starts behind the last part, else it waits for the next one's room."""
         pending = self._answered(event.operation_id, *WRITING)
         if pending is None:
             return ()
         assert pending.room is not None
         room, pending.room = pending.room, None
         inserted = self._device.commit(room.ticket, _verified(pending.readings, event.ids), now)
-        good = not isinstance(inserted, CacheRefused)
-        outcome = RestoreOutcome.LOADED if good else RestoreOutcome.MISS
-        return self._started(pending, outcome, now)
+        if isinstance(inserted, CacheRefused):
+            return self._started(pending, RestoreOutcome.MISS, now)
+        pending.brought += pending.readings
+        if pending.end < pending.goal:
+            return self._in_line(pending)
+        return self._started(pending, RestoreOutcome.LOADED, now)
+
+    def _in_line(self, pending: PendingRestore) -> Iterable[Effect]:
+        """Have the turn wait for the room of its next part; the line has a deadline."""
+        pending.phase, pending.deadline_s = RestorePhase.BETWEEN, inf
+        self.between.append(pending.event)
+        return ()
+
+    def _go_on(self, pending: PendingRestore, now: float) -> Iterable[Effect]:
+        """Bring the next part, for which there is room now. What had been brought and is gone is
+        planned anew, until as much has gone as there was to bring."""
+        turn_id = pending.event.turn_id
+        pending.deadline_s = now + self._settings.restore_deadline_s
+        match = self._device.match(turn_id, pending.event.tokens)
+        assert not isinstance(match, Later), "an engine's own blocks are filled at once"
+        if match.range_tokens // self._block >= pending.end:
+            return self._bring(pending, match, now)
+        pending.lost += pending.end - match.range_tokens // self._block
+        if pending.lost > pending.goal:
+            return self._started(pending, RestoreOutcome.NO_ROOM, now)
+        return self._decide(pending, now)
 
     def gone(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
         """Give the turn's restore up, since the turn was given up; no error where there is none."""
@@ -600,21 +645,28 @@ class Restores:
         question, prices = self._question(
             pending.names, match, stored, tokens=count, backlog=event.backlog
         )
-        pending.plan = self.trials.plan(self._planner, question, prices)
-        way = pending.plan.chosen
-        if not sources.is_loading(way):
-            missed = RestoreOutcome.MISS if pending.misses else RestoreOutcome.NOT_WORTH_IT
-            return self._started(pending, missed, now)
-        reserved = self._reserve(pending, match, way, stored=stored, now=now)
+        plan = self.trials.plan(self._planner, question, prices)
+        if sources.is_loading(plan.chosen):
+            pending.plan = plan
+            return self._bring(pending, match, now)
+        if not pending.brought:  # else the plan by which that came is told
+            pending.plan = plan
+        missed = RestoreOutcome.MISS if pending.misses else RestoreOutcome.NOT_WORTH_IT
+        return self._started(pending, missed, now)
+
+    def _bring(self, pending: PendingRestore, match: Match, now: float) -> Iterable[Effect]:
+        """Bring the next part of what is planned, behind what the device has."""
+        assert pending.plan is not None, "what is brought was planned"
+        way, turn_id = pending.plan.chosen, pending.event.turn_id
+        reserved = self._reserve(pending, match, way, now=now)
         if reserved is None:
             return self._started(pending, RestoreOutcome.NOT_WORTH_IT, now)
         if isinstance(reserved, Later):
             pending.phase, pending.deadline_s = RestorePhase.OFFERED, inf
-            return [Offer(event.turn_id, way.position, way.computed_from)]
+            return [Offer(turn_id, way.position, way.computed_from)]
         if not isinstance(reserved, SlotsReserved):
             return self._started(pending, RestoreOutcome.NO_ROOM, now)
         pending.room = reserved
-        pending.attempts += 1
         pending.phase, operation_id = RestorePhase.LOADING, self._begin(pending)
         wants = tuple(reading.want for reading in pending.readings)
         return [Fetch(operation_id, wants, pending.deadline_s)]
@@ -625,11 +677,11 @@ class Restores:
         match: Match,
         way: Priced,
         *,
-        stored: sources.StoredRecords,
         now: float,
     ) -> SlotsReserved | NoRoom | CacheRefused | Later | None:
-        """Set what is to be read for the chosen way, and reserve slots for it on the device; None:
-        the engine wants more range state with the load than the store has."""
+        """Set what is to be read for the next part of the chosen way, and reserve slots for it on
+        the device; None: the engine wants more range state with the load than the store has."""
+        stored = self._stored(pending)
         resident = min(match.range_tokens, way.position) // self._block
         start = min(resident, way.position // self._block - self._settings.least_fetched)
         pending.readings = sources.record_reads(pending.names, stored, way=way, start=start)
@@ -639,9 +691,13 @@ class Restores:
             for at in range(start, resident)
         ):
             return None
+        pending.readings, pending.end = sources.next_part(
+            pending.readings, goal=pending.goal, blocks=self._part_blocks(pending)
+        )
+        end_bytes = pending.end * self._device.layout.packed_block_bytes
         pending.arrival = Arrival(
-            tokens=pending.event.tokens[: way.position * TOKEN_BYTES],
-            prefix_hash=pending.digests[way.position // self._block - 1],
+            tokens=pending.event.tokens[:end_bytes],
+            prefix_hash=pending.digests[pending.end - 1],
             points=tuple({r.end * self._block for r in pending.readings if r.is_point}),
             hashed=pending.hashed,
         )
@@ -649,6 +705,13 @@ class Restores:
         if isinstance(reserved, SlotsReserved):
             assert reserved.start == start * self._block, "nothing came between match and reserve"
         return reserved
+
+    def _part_blocks(self, pending: PendingRestore) -> int:
+        """Return how many blocks a part has at least; 0: all that is brought is one. So it is where
+        somebody computes them: they lie there until the last one is read, by one reader."""
+        if pending.order is not None and self._is_away(pending.found, pending.readings):
+            return 0
+        return -(-self._settings.part_tokens // self._block)
 
     def _fillings(self, pending: PendingRestore) -> tuple[Filling, ...]:
         """Return, for each part of the fetch, the slots that it goes into."""
@@ -708,30 +771,31 @@ class Restores:
     def _start(self, pending: PendingRestore, outcome: RestoreOutcome, now: float) -> Start:
         turn_id = pending.event.turn_id
         self._pending.pop(turn_id, None)
-        loaded = outcome is RestoreOutcome.LOADED
+        brought = pending.brought
         self.reports[turn_id] = RestoreReport(
             outcome=outcome,
             plan=pending.plan,
             waited_s=now - pending.arrived_s,
-            loaded_bytes=sum(r.size_bytes for r in pending.readings) if loaded else 0,
-            loaded_point_bytes=sum(r.size_bytes for r in pending.readings if r.is_point)
-            if loaded
-            else 0,
-            brought=self._brought(pending) if loaded else {},
+            loaded_bytes=sum(r.size_bytes for r in brought),
+            loaded_point_bytes=sum(r.size_bytes for r in brought if r.is_point),
+            brought=self._brought(pending, outcome),
             misses=pending.misses,
-            is_ordered=loaded and pending.order is not None and self._is_away(pending),
+            is_ordered=pending.order is not None and self._is_away(pending.found, brought),
         )
         return Start(turn_id)
 
-    def _is_away(self, pending: PendingRestore) -> bool:
+    def _is_away(self, found: Mapping[bytes, Tier], readings: Iterable[sources.RecordRead]) -> bool:
         """Return whether some of what is read was not here."""
-        found = pending.found
-        return any(found.get(reading.want.id) is Tier.PEER for reading in pending.readings)
+        return any(found.get(reading.want.id) is Tier.PEER for reading in readings)
 
-    def _brought(self, pending: PendingRestore) -> dict[Tier, int]:
-        assert pending.plan is not None, "what is loaded was planned"
-        complete, way = pending.complete, pending.plan.chosen
-        return sources.brought_tokens(pending.names, pending.readings, way=way, complete=complete)
+    def _brought(self, pending: PendingRestore, outcome: RestoreOutcome) -> dict[Tier, int]:
+        if outcome is RestoreOutcome.LOADED:
+            reached = pending.goal
+        else:
+            reached = max((reading.end for reading in pending.brought), default=0)
+        return sources.brought_tokens(
+            pending.names, pending.brought, complete=pending.complete, reached=reached
+        )
 
 
 def _verified(readings: Iterable[sources.RecordRead], ids: Iterable[bytes]) -> tuple[Verified, ...]:

@@ -33,7 +33,7 @@ from ownerserve.cache.outcomes import (
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
-from ownerserve.node.vocabulary.events import TurnArrived
+from ownerserve.node.vocabulary.events import LOADS, TurnArrived
 from ownerserve.node.vocabulary.records import (
     Cell,
     Digests,
@@ -94,12 +94,15 @@ class Walks:
         behind = None if prompt is None else self._cache.residents.behind(*prompt)
         return self._cache.match(tokens, behind=behind)
 
-    def missing_blocks(self, turn_id: TurnId, tokens: Packed, *, held: int = 0) -> int:
+    def missing_blocks(
+        self, turn_id: TurnId, tokens: Packed, *, held: int = 0, more: int | None = None
+    ) -> int:
         """Return how many blocks of the prompt, resident or not, neither a running turn nor this
-        one (its first `held`) holds."""
+        one (its first `held`) holds; behind what is resident only `more` of them, where that is
+        given."""
         prompt = self._prompts.get(turn_id)
         behind = None if prompt is None else self._cache.residents.behind(*prompt)
-        return self._cache.residents.missing_blocks(tokens, behind=behind, held=held)
+        return self._cache.residents.missing_blocks(tokens, behind=behind, held=held, more=more)
 
     def retain(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
         """Ask the cache to keep what of the prompt is resident until the turn is over: it is
@@ -189,9 +192,6 @@ class OwnDevice:
 
 
 # ---- the store, and both as the planner's question
-
-
-LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
 
 
 class RecordQuery(msgspec.Struct, frozen=True, gc=False):
@@ -423,14 +423,14 @@ def record_reads(
 
 
 def brought_tokens(
-    names: RecordNames, reads: Iterable[RecordRead], *, way: Priced, complete: int
+    names: RecordNames, reads: Iterable[RecordRead], *, complete: int, reached: int
 ) -> dict[Tier, int]:
     """Return how many tokens are at hand because of the reads, by where their range state came
     from; tokens of which the device lacked a point alone, by where that came from. The first
-    `complete` blocks were at hand without.
+    `complete` blocks were at hand without; all reads reach up to depth `reached`.
     """
     block, found = names.layout.block_tokens, dict[Tier, int]()
-    points, left = list[Tier](), way.position - complete * block
+    points, left = list[Tier](), (reached - complete) * block
     for read in reads:
         if read.is_point:
             points.append(read.tier)
@@ -442,6 +442,26 @@ def brought_tokens(
         farthest = max(points, key=NEAREST_FIRST.index)
         found[farthest] = found.get(farthest, 0) + left
     return found
+
+
+def next_part(
+    readings: tuple[RecordRead, ...], *, goal: int, blocks: int
+) -> tuple[tuple[RecordRead, ...], int]:
+    """Return the first of `readings`, which lead up to depth `goal`, that bring `blocks` blocks or
+    up to a record more, and the depth that they reach. Point state comes with the last ones, since
+    it is of use behind all others only; 0 blocks: all is one part.
+
+        readings    [==== main ====][==== main ====][== main ==]  point
+        part        `------------- blocks --------->|
+    """
+    ranges = [reading for reading in readings if not reading.is_point]
+    if not blocks or not ranges:
+        return readings, goal
+    first = min(reading.first for reading in ranges)
+    end = min((r.end for r in ranges if r.end - first >= blocks), default=goal)
+    if end >= goal:
+        return readings, goal
+    return tuple(reading for reading in ranges if reading.end <= end), end
 
 
 def _reads_of_lead(names: RecordNames, record: StoredRecord, lead: LeadUse) -> Iterator[RecordRead]:

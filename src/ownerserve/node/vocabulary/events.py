@@ -15,7 +15,7 @@ import msgspec
 
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
-from ownerserve.kv.messages import Tier
+from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.vocabulary.records import Inside, Tip
@@ -393,6 +393,9 @@ Effect = (
 # ---- what came of it
 
 
+LOADS = (RestoreAction.LOAD_GLOBAL, RestoreAction.LOAD_POINT)
+
+
 class RestoreOutcome(StrEnum):
     """A `RestoreOutcome` says how a turn's restore ended; each turn counts once, under this metric
     label."""
@@ -403,6 +406,7 @@ class RestoreOutcome(StrEnum):
     NOT_WORTH_IT = "not_worth_it"
     """The store had some; the plan prefers to go on without."""
     LOADED = "loaded"
+    """All that was planned came. Behind any other word than this some of it may have."""
     MISS = "miss"
     """What was to be loaded could not be read or verified."""
     LATE = "late"
@@ -412,7 +416,8 @@ class RestoreOutcome(StrEnum):
 
 class RestoreReport(msgspec.Struct, frozen=True):
     """A `RestoreReport` tells how one turn's restore went, for logs and metrics. `plan` is the last
-    one made; `waited_s` counts from the turn's arrival; `misses` are reads that failed."""
+    one made, or by which something came; `waited_s` counts from the turn's arrival; `misses` are
+    reads that failed."""
 
     outcome: RestoreOutcome
     plan: RestorePlan | None
@@ -425,6 +430,21 @@ class RestoreReport(msgspec.Struct, frozen=True):
     misses: int = 0
     is_ordered: bool = False
     """Whether another worker computed some of what was loaded, for this turn."""
+
+    @property
+    def brought_tokens(self) -> int:
+        """`brought_tokens` are all that were brought."""
+        return sum(self.brought.values())
+
+    @property
+    def loads(self) -> tuple[RestoreAction, ...]:
+        """Return the ways by which state was loaded; point state comes at the end, with all."""
+        if self.plan is None or not self.brought_tokens:
+            return ()
+        steps = (step.action for step in self.plan.chosen.steps)
+        if self.outcome is RestoreOutcome.LOADED:
+            return tuple(action for action in steps if action in LOADS)
+        return (RestoreAction.LOAD_GLOBAL,)
 
     @property
     def is_trial(self) -> bool:

@@ -22,6 +22,9 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     restore_deadline_s  after that a restore is given up and its turn computes instead
     room_wait_s         how long a turn waits for room for its prompt before its state is brought
     attempts            restores tried for one turn: the second one plans without what failed
+    part_tokens         a restore comes in parts of at least so many tokens, each of which is
+                        reserved, read and committed by itself; 0: all of it is one
+    step_tokens         what a step of the engine may take: a part comes where that is left too
     least_fetched       blocks of range state that a load brings at least, resident or not: an
                         engine may know a load by the tokens that it brings
     copy_bytes_a_tick   most bytes read off the device between two engine steps
@@ -37,6 +40,8 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     restore_deadline_s: float = 5.0
     room_wait_s: float = 600.0
     attempts: int = 2
+    part_tokens: int = 8192
+    step_tokens: int = 0
     least_fetched: int = 0
     copy_bytes_a_tick: int = 4 * MIB
     copies_in_flight: int = 32
@@ -47,6 +52,9 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("record_blocks", "attempts", "copy_bytes_a_tick", "copies_in_flight"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
+        for field in ("part_tokens", "step_tokens"):
+            if getattr(self, field) < 0:
+                raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more tokens")
         for field in ("spill_after_s", "restore_deadline_s", "room_wait_s"):
             if (getattr(self, field) or 0) < 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more seconds")

@@ -32,7 +32,7 @@ from ownerserve.kv.messages import ExecutionMode, RestoreAction
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, RpcAnswer
 from ownerserve.node.ownership.ownership import Ownership
-from ownerserve.node.vocabulary.events import RestoreReport
+from ownerserve.node.vocabulary.events import RestoreOutcome, RestoreReport
 from ownerserve.plan.swa.accounting import WriteAccount
 from ownerserve.store.tiers.remote import VERDICTS
 
@@ -312,7 +312,7 @@ class RestoreMetrics:
         self._misses.inc(report.misses)
         self._trials.inc(report.is_trial)
         self._bytes.inc(report.loaded_bytes)
-        if report.loaded_bytes and report.plan is not None:
+        if report.outcome is RestoreOutcome.LOADED and report.plan is not None:
             self._saved_s.inc(max(0.0, report.plan.reuse_benefit_ms / 1000.0))
 
     def acted(self, actions: Iterable[RestoreAction]) -> None:

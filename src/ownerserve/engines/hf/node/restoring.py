@@ -25,12 +25,11 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, RestoreAction, Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
-from ownerserve.node.restore.sources import LOADS, Walks
+from ownerserve.node.restore.sources import Walks
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.vocabulary.chains import Chains, PromptPrefix
 from ownerserve.node.vocabulary.events import (
     PrefillOrder,
-    RestoreOutcome,
     RestoreReport,
     SessionOver,
     TurnArrived,
@@ -310,6 +309,7 @@ class WithNode:
         self._scheduler = scheduler
         self._metrics = metrics
         self._turns: dict[TurnId, _Turn] = {}
+        self._returned = 0
         self.calibration = node.calibration
 
     @property
@@ -361,6 +361,9 @@ class WithNode:
         self._start(self._node.poll(time.monotonic()))
         self._scheduler.checkpoint(self._node.checkpoints())
         state = self._node.state
+        if state.room_queue.returned != self._returned:
+            self._returned = state.room_queue.returned
+            self._scheduler.room_returned()
         self._metrics.stored(state.idle_spills.counts, self._node.stored_bytes)
         self._metrics.store.wrote(state.checkpoints.account)
         self._metrics.store.spilled(state.checkpoints.spilled_slots)
@@ -388,12 +391,12 @@ class WithNode:
         actions, plan, is_ordered = list[RestoreAction](), "", False
         brought = dict[str, int]()
         kept = max(admission.restored, admission.floor)
-        if kept and turn.report is not None and turn.report.outcome is RestoreOutcome.LOADED:
+        if kept and turn.report is not None and turn.report.loads:
             is_ordered = turn.report.is_ordered
-            brought = _by_source(turn.report)
+            brought = _by_source(turn.report, most=kept)
             assert turn.report.plan is not None
             plan = summary(turn.report.plan)
-            actions += [s.action for s in turn.report.plan.chosen.steps if s.action in LOADS]
+            actions += turn.report.loads
         else:
             waited_ms = (turn.began_s - turn.started_s) * 1e3
             self._node.observe(Waited(turn.backlog, waited_ms))
@@ -455,12 +458,14 @@ class WithNode:
         self._node.close(time.monotonic(), within_s=within_s)
 
 
-def _by_source(report: RestoreReport) -> dict[str, int]:
+def _by_source(report: RestoreReport, *, most: int) -> dict[str, int]:
     """Return the tokens that were brought, by tier, and of a prompt that was computed apart those
-    of its peer by that mode's name."""
-    return {
-        ExecutionMode.REMOTE_PREFILL.value
-        if report.is_ordered and tier is Tier.PEER
-        else tier.value: tokens
-        for tier, tokens in report.brought.items()
-    }
+    of its peer by that mode's name: `most` in all, since of what came last some may be gone."""
+    found, left = dict[str, int](), most
+    for tier, tokens in report.brought.items():
+        is_apart = report.is_ordered and tier is Tier.PEER
+        name = ExecutionMode.REMOTE_PREFILL.value if is_apart else tier.value
+        if kept := min(tokens, left):
+            found[name] = kept
+            left -= kept
+    return found

@@ -296,6 +296,11 @@ class Scheduler:
             insort(self._waiting, sequence, key=age_of)
         self._starved = False  # what was reserved for it can be had, or evicted, again
 
+    def room_returned(self) -> None:
+        """Look for room again: slots that were reserved for a held turn can be had, or evicted,
+        though it stays held."""
+        self._starved = False
+
     def checkpoint(self, turn_ids: Iterable[TurnId]) -> None:
         """Keep the state of these turns at their next boundary: room is short, and they are the
         first to be preempted. Those that have ended are no error. Decoding turns do so anyway."""

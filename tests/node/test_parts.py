@@ -1,0 +1,281 @@
+"""A long session comes back part by part, each into room of its own: scenarios."""
+
+from __future__ import annotations
+
+from ownerserve.cache.outcomes import Begun, Turn
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.messages import RestoreAction
+from ownerserve.kv.prefix import pack
+from ownerserve.node.vocabulary.events import Fetch, RestoreOutcome, Tick, TurnGone
+from ownerserve.node.vocabulary.settings import NodeSettings
+from tests.support.node.node_driver import B, NodeDriver
+
+PART = 4
+"""Blocks of a part: a record's."""
+IN_PARTS = NodeSettings(
+    record_blocks=PART, spill_after_s=1.0, room_wait_s=20.0, part_tokens=PART * B, step_tokens=B
+)
+LONG = list(range(10 * B + 5))
+OTHER = list(range(5000, 5000 + 10 * B + 5))
+
+
+def with_stored(*prompts: list[int], blocks: int, settings: NodeSettings = IN_PARTS) -> NodeDriver:
+    """A node whose store has the sessions of these prompts, and whose device has nothing."""
+    driver = NodeDriver(blocks=max(blocks, 16), settings=settings)
+    for n, tokens in enumerate(prompts):
+        driver.turn(tokens, session=f"s{n}")
+        driver.idle()
+        driver.forget_device()
+    assert not driver.cache.occupancy.blocks.used
+    return driver
+
+
+def running(driver: NodeDriver, blocks: int) -> TurnId:
+    """A turn that runs on and holds so many blocks."""
+    blocker = driver.arrive([*range(70_000, 70_000 + blocks * B)], session=None)
+    driver.settle()
+    driver.started.remove(blocker)
+    event = driver.waiting.pop(blocker)
+    assert isinstance(driver.cache.begin(Turn(blocker, None, event.tokens), driver.now), Begun)
+    assert driver.cache.reserve(blocker, blocks * B, driver.now) == ()
+    return blocker
+
+
+def ends(driver: NodeDriver, blocker: TurnId) -> None:
+    """The running turn is over, and leaves nothing."""
+    driver.cache.abort(blocker, driver.now)
+    driver.handle(TurnGone(blocker))
+    driver.idle(0.0)
+
+
+def resident(driver: NodeDriver, turn: TurnId) -> int:
+    """Blocks of the turn's prompt that are on the device."""
+    return driver.cache.match(driver.waiting[turn].tokens).range_tokens // B
+
+
+def reserved(driver: NodeDriver) -> int:
+    return driver.cache.ingest.counts()[0]
+
+
+def answer_next(driver: NodeDriver) -> None:
+    driver.answer(driver.pending.popleft())
+
+
+def test_each_part_is_reserved_read_and_committed_by_itself() -> None:
+    driver = with_stored(LONG, blocks=16)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    answer_next(driver)
+    steps = []
+    while driver.pending:
+        [fetch] = driver.pending
+        assert isinstance(fetch, Fetch)
+        steps.append((resident(driver, turn), reserved(driver)))
+        answer_next(driver)
+        driver.check()
+    assert steps == [(0, 4), (4, 4), (8, 2)]
+    report = driver.reports[turn]
+    assert report.outcome is RestoreOutcome.LOADED
+    assert report.loaded_bytes == 10 * 2 * 32 + 2 * 32, "the last part has the point state"
+    assert report.brought_tokens == 10 * B
+    assert driver.run(turn).restored == 10 * B
+    driver.check()
+
+
+def test_whole_is_one_part() -> None:
+    whole = NodeSettings(record_blocks=PART, spill_after_s=1.0, part_tokens=0)
+    driver = with_stored(LONG, blocks=16, settings=whole)
+    driver.arrive([*LONG, 1], session="s0")
+    answer_next(driver)
+    assert reserved(driver) == 10
+
+
+def test_a_part_that_fails_leaves_what_came_before_it_and_the_rest_is_computed() -> None:
+    driver = with_stored(LONG, blocks=16)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    answer_next(driver)
+    answer_next(driver)
+    assert resident(driver, turn) == 4
+    driver.fail(driver.pending.popleft())
+    report = driver.reports[turn]
+    assert (report.outcome, report.misses) == (RestoreOutcome.MISS, 1)
+    assert (report.brought_tokens, report.loads) == (4 * B, (RestoreAction.LOAD_GLOBAL,))
+    assert resident(driver, turn) == 4 and not reserved(driver)
+    assert driver.run(turn).write_floor == 4 * B, "none of that is computed into new blocks"
+    driver.check()
+
+
+def test_a_part_that_is_late_leaves_what_came_before_it() -> None:
+    driver = with_stored(LONG, blocks=16)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    answer_next(driver)
+    driver.now += IN_PARTS.restore_deadline_s - 1.0
+    answer_next(driver)
+    driver.now += 2.0
+    driver.handle(Tick())
+    assert turn not in driver.reports, "each part has its own time"
+    driver.now += IN_PARTS.restore_deadline_s
+    driver.handle(Tick())
+    assert driver.reports[turn].outcome is RestoreOutcome.LATE
+    assert resident(driver, turn) == 4 and not reserved(driver)
+
+
+def test_a_session_comes_while_there_is_no_room_for_all_of_it() -> None:
+    """Ten of 16 blocks are wanted and eight are there: two parts come, the last one waits."""
+    driver = with_stored(LONG, blocks=16)
+    blocker = running(driver, blocks=7)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    assert resident(driver, turn) == 8 and turn not in driver.reports
+    assert not reserved(driver) and driver.cache.occupancy.evictable_blocks() >= 8, "nothing holds"
+    ends(driver, blocker)
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    assert driver.run(turn).restored == 10 * B
+    driver.check()
+
+
+def test_a_part_leaves_room_for_a_step() -> None:
+    """Four blocks are free and a part has four: the step of those that run would take them."""
+    driver = with_stored(LONG, blocks=16)
+    blocker = running(driver, blocks=12)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    assert resident(driver, turn) == 0 and not driver.pending
+    ends(driver, blocker)
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+
+
+def test_only_the_first_that_lacks_room_is_brought_on() -> None:
+    driver = with_stored(LONG, OTHER, blocks=16)
+    blocker = running(driver, blocks=7)
+    first = driver.arrive([*LONG, 1], session="s0")
+    second = driver.arrive([*OTHER, 1], session="s1")
+    cold = driver.arrive([1, 2], session=None)
+    driver.settle()
+    driver.idle(1.0)
+    assert (resident(driver, first), resident(driver, second)) == (8, 0)
+    assert not driver.started, "and nobody passes it"
+    ends(driver, blocker)
+    assert first in driver.started
+    driver.run(first)
+    driver.idle(0.0)
+    assert driver.reports[second].outcome is RestoreOutcome.LOADED
+    assert cold in driver.started
+    driver.check()
+
+
+def test_what_came_and_went_again_is_brought_once_more() -> None:
+    driver = with_stored(LONG, blocks=16)
+    blocker = running(driver, blocks=7)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    driver.cache.pressure.evict_blocks(8)  # as a decode that grows does
+    assert resident(driver, turn) == 0
+    ends(driver, blocker)
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    assert driver.run(turn).restored == 10 * B
+    driver.check()
+
+
+def test_what_goes_again_and_again_is_computed() -> None:
+    driver = with_stored(LONG, blocks=16)
+    blocker = running(driver, blocks=7)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    for _ in range(2):  # eight blocks each time, of ten
+        driver.settle()
+        driver.idle(0.0)
+        assert turn not in driver.reports and resident(driver, turn) == 8
+        driver.cache.pressure.evict_blocks(8)
+    driver.idle(0.0)
+    assert driver.reports[turn].outcome is RestoreOutcome.NO_ROOM
+    ends(driver, blocker)
+    assert driver.run(turn).restored == 0
+    driver.check()
+
+
+def test_a_part_is_waited_for_as_long_as_a_turn_waits_for_room() -> None:
+    driver = with_stored(LONG, blocks=16)
+    running(driver, blocks=7)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    driver.idle(IN_PARTS.room_wait_s - 1.0)
+    assert turn not in driver.reports
+    driver.idle(1.0)
+    report = driver.reports[turn]
+    assert (report.outcome, report.brought_tokens) == (RestoreOutcome.NO_ROOM, 8 * B)
+
+
+def test_a_client_that_hangs_up_between_two_parts_leaves_ordinary_state() -> None:
+    driver = with_stored(LONG, blocks=16)
+    blocker = running(driver, blocks=7)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    driver.handle(TurnGone(turn))
+    driver.check()
+    assert resident(driver, turn) == 8 and not driver.cache.sessions.expected
+    later = driver.arrive([1, 2], session=None)
+    driver.settle()
+    assert later in driver.started, "nobody is before it any more"
+    ends(driver, blocker)
+
+
+def test_two_turns_of_one_session_bring_each_part_once() -> None:
+    driver = with_stored(LONG, blocks=40)
+    turns = [driver.arrive([*LONG, n], session=None) for n in range(2)]
+    driver.settle()
+    assert [driver.reports[turn].outcome for turn in turns] == [RestoreOutcome.LOADED] * 2
+    assert driver.cache.occupancy.blocks.used == 10
+    driver.check()
+
+
+def test_52_sessions_over_room_for_one_and_a_half_all_go_on_in_order() -> None:
+    """Each errand is a step, and each turn that runs. Nobody waits for another that waits."""
+    prompts = [[*range(n * 1000, n * 1000 + 12 * B + 5)] for n in range(52)]
+    driver = with_stored(*prompts, blocks=18)
+    turns = [driver.arrive([*tokens, 1], session=f"s{n}") for n, tokens in enumerate(prompts)]
+    ran, steps, most = list[TurnId](), 0, 0
+    while len(ran) < len(turns):
+        steps += 1
+        most = max(most, reserved(driver))
+        if driver.started:
+            ran.append(driver.started[0])
+            assert driver.run(ran[-1]).restored == 12 * B
+        elif driver.pending:
+            answer_next(driver)
+        else:
+            driver.handle(Tick())
+        assert steps < 52 * 8, "a look, three parts, a run, and little else"
+    assert ran == turns and most <= 2 * PART
+    assert all(driver.reports[turn].outcome is RestoreOutcome.LOADED for turn in turns)
+    driver.check()
+
+
+def test_a_prefetch_takes_no_part_that_is_not_free() -> None:
+    settings = NodeSettings(
+        record_blocks=PART, spill_after_s=1.0, hold_ms_per_s=0.0, part_tokens=PART * B
+    )
+    driver = NodeDriver(blocks=24, settings=settings)
+    tokens = list(LONG)
+    for n in range(7):  # a session whose tool takes as long every time
+        driver.turn(tokens)
+        tokens += [600 + n]
+        driver.idle()
+        driver.forget_device()
+        driver.now += 90.0 if n < 6 else 0.0
+    counts = driver.state.idle_spills.counts
+    while not any(isinstance(asked, Fetch) for asked in driver.pending):
+        due = driver.state.next_due()
+        assert due is not None and due < driver.now + 100.0
+        driver.now = max(driver.now, due)
+        driver.handle(Tick())
+        for asked in [asked for asked in driver.pending if not isinstance(asked, Fetch)]:
+            driver.pending.remove(asked)
+            driver.answer(asked)
+    others = Turn(TurnId("others"), None, pack(range(18 * B)))
+    assert isinstance(driver.cache.begin(others, driver.now), Begun)
+    assert driver.cache.reserve(others.turn_id, 18 * B, driver.now) == ()
+    evicted = driver.cache.counters.evicted_tokens
+    driver.settle()
+    assert counts["prefetch_no_room"] == 1 and not counts["prefetch_loaded"]
+    assert not reserved(driver) and not driver.pending
+    assert driver.cache.counters.evicted_tokens == evicted
+    driver.check()
