@@ -163,6 +163,27 @@ def test_only_the_first_that_lacks_room_is_brought_on() -> None:
     driver.check()
 
 
+def test_what_has_come_goes_after_what_is_idle() -> None:
+    driver = with_stored(LONG, blocks=24)
+    blocker = running(driver, blocks=8)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    answer_next(driver)
+    answer_next(driver)
+    driver.now += 1.0
+    idle, cache = Turn(TurnId("idle"), None, pack(range(8000, 8000 + 4 * B))), driver.cache
+    assert isinstance(cache.begin(idle, driver.now), Begun)
+    assert cache.reserve(idle.turn_id, 4 * B, driver.now) == ()
+    cache.advance(idle.turn_id, idle.tokens, driver.now)
+    cache.finish(idle.turn_id, driver.now, tip=None)
+    driver.pending.clear()  # the second part never comes
+    driver.now += IN_PARTS.restore_deadline_s
+    driver.handle(Tick())
+    assert driver.reports[turn].outcome is RestoreOutcome.LATE and resident(driver, turn) == 4
+    cache.pressure.evict_blocks(4)
+    assert resident(driver, turn) == 4, "though that was used later"
+    ends(driver, blocker)
+
+
 def test_what_came_and_went_again_is_brought_once_more() -> None:
     driver = with_stored(LONG, blocks=16)
     blocker = running(driver, blocks=7)
