@@ -157,7 +157,7 @@ class HostedNodeState:
     def resume(self, turn_id: TurnId, tokens: int) -> Resume | None:
         """Return how a turn of `tokens` tokens goes on from what the engine has, nothing being
         brought; None: at the engine's own hit."""
-        return self.restores.resume_turn(turn_id, tokens)
+        return self.restores.resume(turn_id, b"", tokens)
 
     def is_waiting(self, turn_id: TurnId) -> bool:
         """Return whether the turn's restore is not decided yet."""
@@ -183,4 +183,4 @@ class HostedNodeState:
                 session_id=event.session_id,
                 tenant=event.tenant,
             )
-        return self._noted(event.turn_id, self.restores.let_on(event, _Hashed(prefix), now=now))
+        return self._noted(event.turn_id, self.restores.arrived(event, _Hashed(prefix), now=now))

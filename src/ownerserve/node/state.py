@@ -22,7 +22,7 @@ from ownerserve.cache.outcomes import Resume, WriterKind
 from ownerserve.cache.policies.base import PolicyPrices
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import Packed
+from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.admission import RoomQueue
 from ownerserve.node.ownership.inventory import FOUND_LESS, Inventory, OnDevice, Residency
 from ownerserve.node.restore.restores import Restores
@@ -60,6 +60,7 @@ from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.checkpoints import CheckpointPolicy, TurnEnd, TurnSpan
 
+NOBODY = TurnId("")
 REPRICE_S = 10.0
 """How often what was measured reaches the cache's order and the checkpoint policy."""
 
@@ -277,7 +278,8 @@ class NodeState:
     def resume(self, tokens: Packed) -> Resume | None:
         """Decide how the engine should begin a turn of `tokens`, now that it does; None: as the
         cache does by itself."""
-        return self.restores.resume(tokens) if self._has_tiers else None
+        count = len(tokens) // TOKEN_BYTES
+        return self.restores.resume(NOBODY, tokens, count) if self._has_tiers else None
 
     def report(self, turn_id: TurnId) -> RestoreReport | None:
         """Take the report of the turn's restore, after its `Start`; None where there is none, or it
@@ -369,14 +371,10 @@ class NodeState:
         free = self.cache.occupancy.blocks.free
         if not len(self.room_queue) and free >= (self.room_queue.part_blocks or 0):
             return self._restore(event, now)
-        self.prefetches.landed(event.turn_id)
-        self.idle_spills.counts["prefetch_no_room"] += 1
-        dropped = list(self.restores.gone(event.turn_id, now))
-        self.restores.reports.pop(event.turn_id, None)
-        return dropped
+        return list(self.restores.stop(event.turn_id, now))
 
     def _restore(self, event: TurnArrived, now: float) -> list[Effect]:
-        return list(self.restores.let_on(event, self.chains, now=now))
+        return list(self.restores.arrived(event, self.chains, now=now))
 
     def _ended(self, event: TurnEnded, now: float) -> None:
         session_id = self._turns.pop(event.turn_id, None)

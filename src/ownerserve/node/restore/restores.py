@@ -101,7 +101,6 @@ ORDER_S = 300.0
 """A prompt that another worker computes is waited for so much longer: the bring ends by deadlines
 of its own, which know what that worker said."""
 NONE = range(0)
-NOBODY = TurnId("")
 NOTHING_KNOWN = Match(0, ())
 
 
@@ -241,18 +240,14 @@ class Restores:
 
     # -- what a turn goes on from --------------------------------------------------------------
 
-    def resume(self, tokens: Packed) -> Resume | None:
-        """Decide how to begin a turn now, with what the device has; the engine asks when it begins
-        the turn.
+    def resume(self, turn_id: TurnId, tokens: Packed, count: int) -> Resume | None:
+        """Decide how to begin a turn of `count` tokens now, with what the device has: of `tokens`,
+        or in an engine that owns its blocks, of the turn, once it has said so. The engine asks when
+        it begins the turn.
 
         None: at the deepest complete point, as the cache does by itself.
         """
-        return self._resumed(self._device.match(NOBODY, tokens), len(tokens) // TOKEN_BYTES)
-
-    def resume_turn(self, turn_id: TurnId, tokens: int) -> Resume | None:
-        """Decide the same for a turn of `tokens` tokens in an engine that owns its blocks, once it
-        has said what it has."""
-        return self._resumed(self._device.match(turn_id, b""), tokens)
+        return self._resumed(self._device.match(turn_id, tokens), count)
 
     def use(self, planner: Planner) -> None:
         """Plan with `planner` from now on, since the engine has learnt what it can do."""
@@ -310,7 +305,7 @@ class Restores:
                 return self._filled(event, now)
         return ()
 
-    def let_on(self, event: TurnArrived, chains: Hashes, *, now: float) -> Iterable[Effect]:
+    def arrived(self, event: TurnArrived, chains: Hashes, *, now: float) -> Iterable[Effect]:
         """Bring the next part for a turn that is between two. Begin the restore of any other one:
         ask the store, or start the turn at once where the device has all that could be restored."""
         pending = self._pending.get(event.turn_id)
@@ -578,6 +573,11 @@ class Restores:
         if pending.lost > pending.goal:
             return self._started(pending, RestoreOutcome.NO_ROOM, now)
         return self._decide(pending, now)
+
+    def stop(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
+        """Start the turn with the parts that have come: there is no room for another one."""
+        pending = self._pending.get(turn_id)
+        return [] if pending is None else self._started(pending, RestoreOutcome.NO_ROOM, now)
 
     def gone(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
         """Give the turn's restore up, since the turn was given up; no error where there is none."""
