@@ -40,7 +40,7 @@ from ownerserve.node.transfers.prefills import (
 )
 from ownerserve.node.vocabulary.chains import prefix_of
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord, PrefillOrder
-from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, ReadOutcome
+from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, ReadOutcome, ReadPart, Want
 from ownerserve.transfer.control.events import LendNotOpened, LendOpened, OpenLend
 from ownerserve.transfer.control.messages import Lend, LendRefusal, ReaderRank
 from ownerserve.transfer.vocabulary import FramePiece
@@ -193,6 +193,52 @@ def test_on_one_host_a_prompt_is_read_by_address_as_it_is_computed(
         assert_all(p, prefix, reading.result(60), d)
     finally:
         d.close()
+
+
+def expected_parts(d: Node, prefix: PeerPrefix) -> list[list[Want]]:
+    """What a restore in parts reads: a cell each, the point with the last one."""
+    [first, second, *rest] = cells(prefix, d.transfers.peers.look(prefix))
+    parts = [[first], [second], rest]
+    d.transfers.peers.expect(parts)
+    return parts
+
+
+def test_a_prompt_comes_part_by_part_to_one_reader(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    prefix = ordered(p.node.address)
+    parts, ends = expected_parts(d, prefix), (4, 8, BLOCKS)
+    read, before = list[ReadPart](), 0
+    reading = threads.submit(d.transfers.peers.read, parts[0])
+    p.begin()
+    is_lent(p)
+    for part, end in zip(parts, ends, strict=True):
+        if end > 4:
+            reading = threads.submit(d.transfers.peers.read, part)
+        p.step(before, end)
+        outcome, before = reading.result(60), end
+        assert isinstance(outcome, ReadHit), "it is there as soon as it is computed"
+        read += outcome.parts
+    assert_all(p, prefix, ReadHit(tuple(read), "peer"), d)
+    assert d.transfers.counts().brings == {"brought": 1}
+    returned = {"returned": 1}
+    until(lambda: p.node.transfers.counts().lends == returned, within_s=60, what="P has it back")
+
+
+def test_between_two_parts_a_prompt_may_be_given_up(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    prefix = ordered(p.node.address)
+    parts = expected_parts(d, prefix)
+    reading = threads.submit(d.transfers.peers.read, parts[0])
+    p.begin()
+    is_lent(p)
+    p.step(0, 4)
+    assert isinstance(reading.result(60), ReadHit)
+    d.transfers.peers.call_off(prefix.turn_id)
+    until(lambda: p.aborted, within_s=60, what="P stops")
+    until(lambda: not len(p.node.cache.lends), within_s=60, what="the lend is returned")
+    assert isinstance(d.transfers.peers.read(parts[1]), ReadMiss), "nobody brings it any more"
 
 
 def test_a_prompt_that_is_computed_already_is_read_as_well(

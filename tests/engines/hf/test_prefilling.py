@@ -71,6 +71,19 @@ def test_a_prompt_is_computed_elsewhere_and_answered_here(model: str, workers: A
     assert_cold(model, longer, again)
 
 
+def test_a_prompt_computed_elsewhere_comes_part_by_part(workers: Any) -> None:
+    """Four parts of one lend; the recurrent state comes with the last one."""
+    model = "tiny-qwen3next"
+    p, d = workers("p", "--model", model), workers("d", "--model", model, "--part-tokens", "256")
+    prompt = text(900, seed=3)
+    answer = d.serve(prompt, AGENT, decode_from=address(p))
+    assert answer["mode"] == "remote_prefill", d.http.get("/metrics").text
+    assert answer["cached"] >= 832
+    assert_cold(model, prompt, answer)
+    assert prefills(p, "accepted") == prefills(p, "read") == 1
+    assert d.metric('ownerserve_brought_total{end="brought"}') == 1
+
+
 def test_whoever_stops_amid_a_prefill_costs_time_and_no_answer(workers: Any) -> None:
     p, d = (workers(name, "--kv-memory", "64MiB") for name in ("p", "d"))
     begun = 0

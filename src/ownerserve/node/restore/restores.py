@@ -90,7 +90,7 @@ from ownerserve.plan.cost.prices import Prices
 from ownerserve.plan.inputs import Backlog, RestoreQuery
 from ownerserve.plan.outcome import Priced, RestorePlan
 from ownerserve.plan.restore import Planner
-from ownerserve.store.format.model import MissReason
+from ownerserve.store.format.model import MissReason, Want
 
 FIRST_CELLS = 4
 """Cells that a restore asks for at first."""
@@ -174,6 +174,8 @@ class PendingRestore(msgspec.Struct, eq=False):
     readings: tuple[sources.RecordRead, ...] = ()
     """What the part that is brought now is read from; it reaches depth `end`."""
     end: int = 0
+    to_come: tuple[sources.RecordRead, ...] = ()
+    """What that part and those behind it are read from, until somebody has been told."""
     brought: tuple[sources.RecordRead, ...] = ()
     """What the parts were read from that are committed."""
     arrival: Arrival | None = None
@@ -213,6 +215,7 @@ class Restores:
         self._costs = costs
         self._settings = settings
         self._block = device.layout.block_tokens
+        self._part_blocks = -(-settings.part_tokens // self._block)
         self._pending: dict[TurnId, PendingRestore] = {}
         self._by_operation: dict[OperationId, PendingRestore] = {}
         self.unquiet: dict[OperationId, int] = {}
@@ -565,6 +568,8 @@ class Restores:
         planned anew, until as much has gone as there was to bring."""
         turn_id = pending.event.turn_id
         pending.deadline_s = now + self._settings.restore_deadline_s
+        if pending.order is not None:
+            pending.deadline_s += ORDER_S
         match = self._device.match(turn_id, pending.event.tokens)
         assert not isinstance(match, Later), "an engine's own blocks are filled at once"
         if match.range_tokens // self._block >= pending.end:
@@ -647,7 +652,7 @@ class Restores:
         )
         plan = self.trials.plan(self._planner, question, prices)
         if sources.is_loading(plan.chosen):
-            pending.plan = plan
+            pending.plan, pending.end = plan, 0
             return self._bring(pending, match, now)
         if not pending.brought:  # else the plan by which that came is told
             pending.plan = plan
@@ -669,7 +674,20 @@ class Restores:
         pending.room = reserved
         pending.phase, operation_id = RestorePhase.LOADING, self._begin(pending)
         wants = tuple(reading.want for reading in pending.readings)
-        return [Fetch(operation_id, wants, pending.deadline_s)]
+        return [Fetch(operation_id, wants, pending.deadline_s, self._computed(pending))]
+
+    def _computed(self, pending: PendingRestore) -> tuple[tuple[Want, ...], ...]:
+        """Return, once for each plan, the parts of what somebody computes for the turn; none where
+        that is one."""
+        parts, rest = list[tuple[Want, ...]](), pending.to_come
+        pending.to_come = ()
+        while rest and pending.order is not None:
+            part, _ = sources.next_part(rest, goal=pending.goal, blocks=self._part_blocks)
+            away = (r.want for r in part if pending.found.get(r.want.id) is Tier.PEER)
+            parts.append(tuple(away))
+            rest = rest[len(part) :]
+        parts = [part for part in parts if part]
+        return tuple(parts) if len(parts) > 1 else ()
 
     def _reserve(
         self,
@@ -691,8 +709,10 @@ class Restores:
             for at in range(start, resident)
         ):
             return None
+        if not pending.end:
+            pending.to_come = pending.readings
         pending.readings, pending.end = sources.next_part(
-            pending.readings, goal=pending.goal, blocks=self._part_blocks(pending)
+            pending.readings, goal=pending.goal, blocks=self._part_blocks
         )
         end_bytes = pending.end * self._device.layout.packed_block_bytes
         pending.arrival = Arrival(
@@ -705,13 +725,6 @@ class Restores:
         if isinstance(reserved, SlotsReserved):
             assert reserved.start == start * self._block, "nothing came between match and reserve"
         return reserved
-
-    def _part_blocks(self, pending: PendingRestore) -> int:
-        """Return how many blocks a part has at least; 0: all that is brought is one. So it is where
-        somebody computes them: they lie there until the last one is read, by one reader."""
-        if pending.order is not None and self._is_away(pending.found, pending.readings):
-            return 0
-        return -(-self._settings.part_tokens // self._block)
 
     def _fillings(self, pending: PendingRestore) -> tuple[Filling, ...]:
         """Return, for each part of the fetch, the slots that it goes into."""

@@ -99,8 +99,13 @@ class PeerTier(Protocol):
         it."""
         ...
 
+    def expect(self, parts: Sequence[Sequence[Want]]) -> None:
+        """Bring all these parts when the first of them is read, since the others will be. Does not
+        wait, nor do `give_up` and `call_off`."""
+        ...
+
     def give_up(self, wants: Sequence[Want]) -> None:
-        """Bring none of these any more: nobody waits. Does not wait, nor does `call_off`."""
+        """Bring none of these any more: nobody waits."""
         ...
 
     def call_off(self, turn_id: TurnId) -> None:

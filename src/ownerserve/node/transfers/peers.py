@@ -3,7 +3,7 @@ turn's session is offered to the restore, and read from there.
 
     look    asks the peer what it holds, and notes which records it could lend    Tier.PEER
             or orders them from it, where it is to compute them (orders.py)
-    read    brings them, verified, all or none, as they are computed
+    read    brings them, verified, all or none, as they are computed; what is computed, part by part
 
 Both wait, on the store's threads. A look is a hint: what the peer holds may go before it is read.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as NotInTime
+from concurrent.futures import Future
+from functools import partial
 from math import inf
 from threading import Lock
 
@@ -27,8 +27,8 @@ from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import PrefixIs
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.orders import Orders
+from ownerserve.node.transfers.part_bring import PartBring
 from ownerserve.node.transfers.service import TransferService
-from ownerserve.node.transfers.target_side import Brought
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.format.model import (
@@ -41,7 +41,7 @@ from ownerserve.store.format.model import (
     ReadPart,
     Want,
 )
-from ownerserve.transfer.control.events import WantedArtifact
+from ownerserve.transfer.control.events import BringEnd, BringOver, WantedArtifact
 from ownerserve.transfer.control.messages import NO_TURN
 from ownerserve.transfer.vocabulary import FramePiece
 
@@ -51,8 +51,6 @@ TOLD_S, TOLD_KEPT = 1.0, 64
 NO_DIGEST = bytes(32)
 ORDER_SHARE = 4.0
 """What a peer computes may take so many times as long as it says, or as computing here would."""
-MOST_S = 3600.0
-"""Longer than any bring takes: the control ends each by its own deadlines."""
 
 
 _Asked = tuple[LenderAddress, SessionId, int]
@@ -92,7 +90,9 @@ class Peers:
         self._block = block_tokens
         self._offers: OrderedDict[bytes, PeerOffer] = OrderedDict()
         self._told: OrderedDict[_Asked, tuple[PrefixIs | None, float]] = OrderedDict()
-        self._bringing: dict[tuple[bytes, ...], Future[Brought]] = {}
+        self._expected: dict[tuple[Want, ...], PartBring] = {}
+        """Parts that will be read, of brings of several."""
+        self._reading: dict[tuple[Want, ...], PartBring] = {}
         self._lock = Lock()
 
     def look(self, prefix: PeerPrefix) -> frozenset[bytes]:
@@ -143,81 +143,117 @@ class Peers:
         """Return which of `ids` a peer is said to hold."""
         return frozenset(id_ for id_ in ids if id_ in self._offers)
 
+    def expect(self, parts: Sequence[Sequence[Want]]) -> None:
+        """Bring all these parts, which one peer computes, once the first of them is read."""
+        offer = self._offers.get(parts[0][0].id)
+        if offer is None:
+            return  # nor will it be brought
+        coming = PartBring(tuple(map(tuple, parts)), offer.prefix.turn_id)
+        with self._lock:
+            self._expected.update(dict.fromkeys(coming.parts, coming))
+
     def read(self, wants: Sequence[Want], of: Sequence[Want] = ()) -> ReadOutcome:
         """Bring the wants, which one peer offered, or give a miss. They are all of what is given up
         together, or the part `of` it that is away."""
-        offers = [self._offers.get(want.id) for want in wants]
-        if not wants or any(one is None for one in offers):
-            return ReadMiss(MissReason.ABSENT, wants[0].id if wants else b"")
-        found = [one for one in offers if one is not None]
-        prefix, tokens = found[0].prefix, min(one.tokens for one in found)
-        wanted = tuple(
-            self._wanted(want, offer.record) for want, offer in zip(wants, found, strict=True)
-        )
-        hint = SessionHint(prefix.session_id, prefix.parent, tokens)
-        started_s = time.perf_counter()
-        key = tuple(want.id for want in of or wants)
-        brought = self._brought(wanted, hint, found[0], key=key)
-        if brought is None:
-            self.brings["stopped"] += 1
-            return ReadMiss(MissReason.CANCELLED, b"")
-        self.brings[str(brought.over.end)] += 1
-        if brought.landing is None:
+        part, key = tuple(wants), tuple(of or wants)
+        with self._lock:
+            coming = self._expected.pop(part, None) or PartBring((part,))
+            if wants:
+                self._reading[key] = coming
+        try:
+            return self._read(coming, part)
+        finally:
             with self._lock:
-                for want in wants:
+                if self._reading.get(key) is coming:  # not who asked for the same since
+                    self._reading.pop(key, None)
+
+    def _read(self, coming: PartBring, part: tuple[Want, ...]) -> ReadOutcome:
+        if coming.over is None and not self._begin(coming):
+            return ReadMiss(MissReason.ABSENT, part[0].id if part else b"")
+        landing = coming.landing_of(part)
+        if landing is None:
+            if coming.is_stopped:
+                return ReadMiss(MissReason.CANCELLED, b"")
+            with self._lock:
+                for want in part:
                     self._offers.pop(want.id, None)
             return ReadMiss(MissReason.ABSENT, b"")
-        took_ms = (time.perf_counter() - started_s) * 1e3
-        size = sum(one.bytes for one in wanted)
-        if found[0].turn_id == NO_TURN:  # else its time is the computing's
-            self.timings.append(Loaded(Tier.PEER, size, took_ms))
-        self.brought_bytes.update(brought.over.read_bytes)
-        if found[0].turn_id != NO_TURN:
-            early = brought.over.early_bytes
-            self.ordered_bytes.update(early=early, behind=size - early)
+        wanted = coming.wanted[coming.parts.index(part)]
         parts = tuple(
-            ReadPart(_meta(want, one.component), brought.landing.data(one.piece))
-            for want, one in zip(wants, wanted, strict=True)
+            ReadPart(_meta(want, one.component), landing.data(one.piece))
+            for want, one in zip(part, wanted, strict=True)
         )
         return ReadHit(parts, str(Tier.PEER))
+
+    def _begin(self, coming: PartBring) -> bool:
+        """Begin to bring the parts; False: somebody did not offer them."""
+        offers = [[self._offers.get(want.id) for want in part] for part in coming.parts]
+        found = [[one for one in part if one is not None] for part in offers]
+        if not all(offers) or found != offers:
+            return False
+        offer = found[0][0]
+        coming.wanted = tuple(
+            tuple(self._wanted(want, at.record) for want, at in zip(part, of, strict=True))
+            for part, of in zip(coming.parts, found, strict=True)
+        )
+        tokens = min(one.tokens for part in found for one in part)
+        hint = SessionHint(offer.prefix.session_id, offer.prefix.parent, tokens)
+        may_ms = offer.prefix.compute_ms or inf
+        if offer.turn_id != NO_TURN:
+            may_ms = ORDER_SHARE * max(may_ms, offer.ready_ms)
+            coming.for_turn = offer.prefix.turn_id
+        coming.began_s = time.perf_counter()
+        try:
+            coming.over = self._service.bring(
+                coming.wanted,
+                offer.lender,
+                hint,
+                landed=coming.landed,
+                compute_ms=may_ms,
+                turn_id=offer.turn_id,
+            )
+        except RuntimeError:  # the loop has ended
+            return False
+        coming.over.add_done_callback(partial(self._count, coming))
+        if coming.is_stopped:  # meanwhile
+            coming.over.cancel()
+        return True
+
+    def _count(self, coming: PartBring, ended: Future[BringOver]) -> None:
+        """Count what came of a bring, as it ends."""
+        if ended.cancelled() or ended.exception() is not None:
+            self.brings["stopped"] += 1
+            coming.ended()
+            return
+        over = ended.result()
+        self.brings[str(over.end)] += 1
+        if over.end is BringEnd.BROUGHT:
+            size = sum(one.bytes for part in coming.wanted for one in part)
+            self.brought_bytes.update(over.read_bytes)
+            if coming.for_turn is None:  # else its time is the computing's
+                took_ms = (time.perf_counter() - coming.began_s) * 1e3
+                self.timings.append(Loaded(Tier.PEER, size, took_ms))
+            else:
+                self.ordered_bytes.update(early=over.early_bytes, behind=size - over.early_bytes)
+        coming.ended()
 
     def give_up(self, wants: Sequence[Want]) -> None:
         """Bring these no more, if they are being brought: nobody waits for them."""
         with self._lock:
-            bringing = self._bringing.get(tuple(want.id for want in wants))
-        if bringing is not None:
-            bringing.cancel()
+            coming = self._reading.get(tuple(wants))
+        if coming is not None:
+            coming.stop()
 
     def call_off(self, turn_id: TurnId) -> None:
-        """Have nobody compute the turn's prompt any more; no error where nobody does."""
+        """Have nobody compute the turn's prompt any more, and bring no more of it; no error where
+        nobody does."""
+        with self._lock:
+            gone = {part: one for part, one in self._expected.items() if one.for_turn == turn_id}
+            for part in gone:
+                del self._expected[part]
+        for coming in gone.values():
+            coming.stop()
         self.orders.call_off(turn_id)
-
-    def _brought(
-        self,
-        wanted: tuple[WantedArtifact, ...],
-        hint: SessionHint,
-        offer: PeerOffer,
-        *,
-        key: tuple[bytes, ...],
-    ) -> Brought | None:
-        """Bring, and wait for it; None: it was given up, here or with the service."""
-        may_ms = offer.prefix.compute_ms or inf
-        if offer.turn_id != NO_TURN:
-            may_ms = ORDER_SHARE * max(may_ms, offer.ready_ms)
-        bringing: Future[Brought] | None = None
-        try:
-            bringing = self._service.bring(
-                wanted, offer.lender, hint, compute_ms=may_ms, turn_id=offer.turn_id
-            )
-            with self._lock:
-                self._bringing[key] = bringing
-            return bringing.result(MOST_S)
-        except (CancelledError, NotInTime, RuntimeError):  # the last: the loop has ended
-            return None
-        finally:
-            with self._lock:
-                if self._bringing.get(key) is bringing:  # not who asked for the same since
-                    self._bringing.pop(key, None)
 
     def _wanted(self, want: Want, record: PeerRecord) -> WantedArtifact:
         section = self._sections[record.component]

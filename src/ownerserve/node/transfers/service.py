@@ -18,8 +18,8 @@ from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import Accepted, AskLender, Nonce, Prefill, PrefixIs, RpcAnswer
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.source_side import SourceSide
-from ownerserve.node.transfers.target_side import Brought, TargetSide
-from ownerserve.transfer.control.events import WantedArtifact
+from ownerserve.node.transfers.target_side import BringParts, PartLanded, TargetSide
+from ownerserve.transfer.control.events import BringOver
 from ownerserve.transfer.control.messages import NO_TURN
 from ownerserve.transfer.control.target import lend_s
 
@@ -75,15 +75,18 @@ class TransferService:
 
     def bring(
         self,
-        wanted: tuple[WantedArtifact, ...],
+        parts: BringParts,
         lender: LenderAddress,
         hint: SessionHint,
         *,
+        landed: PartLanded,
         compute_ms: float,
         turn_id: TurnId = NO_TURN,
-    ) -> Future[Brought]:
-        """Begin to bring from a peer; cancelled, it is given up there too."""
-        bring = self.target.bring(wanted, lender, hint, compute_ms=compute_ms, turn_id=turn_id)
+    ) -> Future[BringOver]:
+        """Begin to bring from a peer, part by part; cancelled, it is given up there too."""
+        bring = self.target.bring(
+            parts, lender, hint, landed=landed, compute_ms=compute_ms, turn_id=turn_id
+        )
         return asyncio.run_coroutine_threadsafe(bring, self._loop)
 
     def order(

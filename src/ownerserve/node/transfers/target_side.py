@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from math import inf
 from typing import NamedTuple, Protocol
@@ -91,6 +91,9 @@ CLOSED = (ReadFailure.PEER_LOST, ReadFailure.UNABLE)
 ALL_OF_IT = (ReaderRank(0, 0, 0),)
 
 
+BringParts = tuple[tuple[WantedArtifact, ...], ...]
+
+
 class Roads(Protocol):
     """`Roads` open the movers that bring from peers."""
 
@@ -105,18 +108,22 @@ class Roads(Protocol):
         ...
 
 
-class Brought(NamedTuple):
-    """What came of a bring; `landing` None: nothing that counts."""
-
-    over: BringOver
-    landing: Landing | None
+PartLanded = Callable[[int, Landing], None]
+"""Hears of each part of a bring that has come and is verified, in their order. Called on the loop's
+thread, it must neither block nor raise."""
 
 
 class _Bring(msgspec.Struct, eq=False):
-    wanted: tuple[WantedArtifact, ...]
+    parts: BringParts
     nonce: Nonce
-    over: asyncio.Future[Brought]
-    landed: Landing | None = None
+    over: asyncio.Future[BringOver]
+    landed: PartLanded
+
+
+class _PartLanding(NamedTuple):
+    number: int
+    part: int
+    landing: Landing
 
 
 class TargetSide:
@@ -142,7 +149,7 @@ class TargetSide:
         self._numbers, self._reservations = count(1), count(1)
         self._brings: dict[int, _Bring] = {}
         self._hints: dict[Nonce, SessionHint] = {}
-        self._landings: dict[int, tuple[int, Landing]] = {}
+        self._landings: dict[int, _PartLanding] = {}
         self._lines: dict[str, AsyncFramedClient] = {}
         self._met: dict[WorkerId, LenderAddress] = {}
         """The life of each worker that was asked last, and where."""
@@ -165,24 +172,26 @@ class TargetSide:
 
     async def bring(
         self,
-        wanted: tuple[WantedArtifact, ...],
+        parts: BringParts,
         lender: LenderAddress,
         hint: SessionHint,
         *,
+        landed: PartLanded,
         compute_ms: float,
         turn_id: TurnId = NO_TURN,
-    ) -> Brought:
-        """Bring all that is wanted, or nothing: what the lender holds, or its turn of that id
-        computes. It may take `compute_ms`. Cancelled, it is not wanted any more."""
+    ) -> BringOver:
+        """Bring what is wanted, part by part, each whole or not at all: what the lender holds, or
+        its turn of that id computes. It may take `compute_ms`. Cancelled, it is not wanted any
+        more."""
         self._meet(lender)
         number = next(self._numbers)
-        bring = _Bring(wanted, new_nonce(), self._loop.create_future())
+        bring = _Bring(parts, new_nonce(), self._loop.create_future(), landed)
         self._brings[number] = bring
         self._hints[bring.nonce] = hint
         wanted_bring = BringWanted(
             number,
             bring.nonce,
-            parts=(wanted,),
+            parts=parts,
             peers=(PeerLink(lender.unit, lender.address),),
             ranks=ALL_OF_IT,
             roads=self._roads.kinds,
@@ -275,8 +284,8 @@ class TargetSide:
                     if (mover := self._reads.get(number)) is not None:
                         mover.cancel(number)
                 case CommitRoom(reservation):
-                    number, landing = self._landings.pop(reservation)
-                    self._brings[number].landed = landing
+                    number, part, landing = self._landings.pop(reservation)
+                    self._brings[number].landed(part, landing)
                     self._later(RoomCommitted(reservation))
                 case FreeRoom(reservation):
                     self._landings.pop(reservation, None)
@@ -284,12 +293,12 @@ class TargetSide:
                     bring = self._brings.pop(number)
                     del self._hints[bring.nonce]
                     if not bring.over.done():
-                        bring.over.set_result(Brought(effect, bring.landed))
+                        bring.over.set_result(effect)
 
     def _reserve(self, number: int, part: int) -> None:
         reservation = next(self._reservations)
-        landing = Landing(self._brings[number].wanted, self._sections)
-        self._landings[reservation] = (number, landing)
+        landing = Landing(self._brings[number].parts[part], self._sections)
+        self._landings[reservation] = _PartLanding(number, part, landing)
         self._later(RoomReserved(number, part, reservation))
 
     def _start(self, effect: StartRead) -> None:
@@ -304,7 +313,7 @@ class TargetSide:
             self._later(ReadEnded(ReadFailed(effect.number, ReadFailure.UNABLE)))
             return
         self._reads[effect.number] = mover
-        _, landing = self._landings[effect.reservation]
+        landing = self._landings[effect.reservation].landing
         mover.start(
             Read(
                 effect.number,

@@ -263,11 +263,14 @@ class FindRecords(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Effect: read and verify all `wants`, or none, by `deadline_s`."""
+    """Effect: read and verify all `wants`, or none, by `deadline_s`. `computed` are the
+    parts of what another worker computes for the turn, where there are several: this one and those
+    to come, since all that it computes has one reader."""
 
     operation_id: OperationId
     wants: tuple[Want, ...]
     deadline_s: float
+    computed: tuple[tuple[Want, ...], ...] = ()
 
 
 class Filling(msgspec.Struct, frozen=True):

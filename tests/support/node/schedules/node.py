@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from tests.support.node.schedules.world import World
 
 RUNNING, WAITING = 3, 12
+PART_TOKENS = NAMES.blocks * B
+"""A record, the least that a part can be."""
 TICK_S, WELL_TICK_S = 0.1, 0.5
 TOKEN_MS = 6.0
 PRICES = Defaults(
@@ -116,7 +118,7 @@ class SimNode:
             NAMES,
             planner=Planner(MODEL, FULL_ABILITIES),
             costs=CostModel(PRICES),
-            settings=NodeSettings(record_blocks=NAMES.blocks),
+            settings=NodeSettings(record_blocks=NAMES.blocks, part_tokens=PART_TOKENS),
         )
         limits = SchedulerLimits(
             chunk_tokens=2 * B,
@@ -140,6 +142,7 @@ class SimNode:
         self._parts: dict[int, tuple[ReadPart, ...]] = {}
         self._asked: dict[int, FindRecords | Fetch] = {}
         self._is_stepping = False
+        self._returned = 0
         self._tick()
 
     def _transfers(self) -> None:
@@ -360,6 +363,9 @@ class SimNode:
         effects: deque[Effect] = deque(self.state.handle(event, self._now))
         while effects:
             effects.extend(self._perform(effects.popleft()))
+        if self._returned != self.state.room_queue.returned:
+            self._returned = self.state.room_queue.returned
+            self.scheduler.room_returned()
 
     def _perform(self, effect: Effect) -> Iterable[Effect]:
         match effect:
@@ -369,6 +375,8 @@ class SimNode:
                 self._asked[operation_id] = effect
                 self.later(self.world.pause_s(), lambda: self._look(effect))
             case Fetch(operation_id):
+                if effect.computed:
+                    self.peers.expect(effect.computed)
                 self._asked[operation_id] = effect
                 self.later(self.world.pause_s(), lambda: self._fetch(effect))
             case DropOperation(operation_id):

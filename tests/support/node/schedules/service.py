@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.wire.headers import LenderAddress
@@ -14,8 +14,8 @@ from ownerserve.kv.wire.rpc import Accepted, AskLender, Nonce, Prefill, PrefixIs
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.service import STOP_S
 from ownerserve.node.transfers.source_side import SourceSide
-from ownerserve.node.transfers.target_side import Brought, TargetSide
-from ownerserve.transfer.control.events import WantedArtifact
+from ownerserve.node.transfers.target_side import BringParts, PartLanded, TargetSide
+from ownerserve.transfer.control.events import BringOver
 from ownerserve.transfer.control.messages import NO_TURN
 from ownerserve.transfer.control.target import lend_s
 from tests.support.node.schedules.clock import VirtualLoop, waited
@@ -23,18 +23,16 @@ from tests.support.node.schedules.clock import VirtualLoop, waited
 if TYPE_CHECKING:
     from tests.support.node.schedules.node import SimNode
 
+T = TypeVar("T")
 
-class SimBring:
-    """A bring as who waits for it has it."""
 
-    def __init__(self, bringing: Future[Brought]) -> None:
-        self._bringing = bringing
+class FiberFuture(Future[T]):
+    """A future that a fiber waits for, in virtual time."""
 
-    def cancel(self) -> None:
-        self._bringing.cancel()
-
-    def result(self, within_s: float) -> Brought:
-        return waited(self._bringing, within_s)
+    def result(self, timeout: float | None = None) -> T:
+        if timeout and not self.done():
+            return waited(self, timeout)
+        return super().result(0)
 
 
 class SimService:
@@ -55,15 +53,18 @@ class SimService:
 
     def bring(
         self,
-        wanted: tuple[WantedArtifact, ...],
+        parts: BringParts,
         lender: LenderAddress,
         hint: SessionHint,
         *,
+        landed: PartLanded,
         compute_ms: float,
         turn_id: TurnId = NO_TURN,
-    ) -> SimBring:
-        bring = self.target.bring(wanted, lender, hint, compute_ms=compute_ms, turn_id=turn_id)
-        return SimBring(asyncio.run_coroutine_threadsafe(bring, self._loop))
+    ) -> Future[BringOver]:
+        bring = self.target.bring(
+            parts, lender, hint, landed=landed, compute_ms=compute_ms, turn_id=turn_id
+        )
+        return asyncio.run_coroutine_threadsafe(bring, self._loop)
 
     def order(
         self, worker: LenderAddress, asked: Prefill, nonce: Nonce, *, compute_ms: float

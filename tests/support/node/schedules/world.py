@@ -19,13 +19,21 @@ from unittest.mock import patch
 import msgspec
 
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.node.transfers import landing, lending, peers, prefills, source_side, target_side
+from ownerserve.node.transfers import (
+    landing,
+    lending,
+    part_bring,
+    peers,
+    prefills,
+    source_side,
+    target_side,
+)
 from tests.support.node.lending_nodes import B
 from tests.support.node.retired import RetiredMemory
 from tests.support.node.schedules.clock import VirtualLoop
 from tests.support.node.schedules.network import Network, SimLine
 from tests.support.node.schedules.node import SimNode, prompt_of
-from tests.support.node.schedules.service import SimExecutor
+from tests.support.node.schedules.service import FiberFuture, SimExecutor
 from tests.support.node.toy import VOCABULARY, cold
 
 HEAL_S, QUIET_S = 8.0, 60.0
@@ -260,6 +268,7 @@ def play(seed: int) -> Counter[str]:
             for module in (lending, peers, prefills):
                 patched.enter_context(patch.object(module, "time", loop))
             patched.enter_context(patch.object(target_side, "AsyncFramedClient", SimLine))
+            patched.enter_context(patch.object(part_bring, "Future", FiberFuture))
             patched.enter_context(patch.object(source_side, "time", loop))
             patched.enter_context(patch.object(landing, "np", retired.numpy))
             world = World.__new__(World)
