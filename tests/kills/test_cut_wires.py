@@ -788,12 +788,17 @@ _PRICED = (
 _PLACES = "gateway/test_places.py::test_no_more_tokens_are_lost_than_the_prompt_has"
 _READ = "node/test_transfers.py::test_what_one_node_holds_another_reads"
 _PREFILLS = "node/test_prefills.py"
+_MOVES = "engines/hf/test_moves.py"
+_TAKEN = f"{_MOVES}::test_its_next_turn_is_an_append_where_it_went"
 _ORDERED = f"{_PREFILLS}::test_a_prompt_is_read_as_it_is_computed"
 _PLUGIN = "engines/vllm/test_plugin.py::test_the_routes_answer_for_the_engine_core"
 CUT_BY_HAND: dict[str, str] = {
     "node ask_lender": _READ,
     "node ask_line": _PLUGIN,
     "node ask_prefix": _READ,
+    "node ask_session": _TAKEN,
+    "node hand_over": _TAKEN,
+    "node take": _TAKEN,
     "node end_prefill": f"{_PREFILLS}::test_asked_again_under_its_nonce_it_is_one_prompt",
     "node list_held": _PLUGIN,
     "node prefill": _ORDERED,
@@ -889,6 +894,16 @@ CUT_AS_READ: dict[str, str] = {
     "said prefix_is.tokens": _READ,
     "said prefix_is.points": _READ,
     "said prefix_is.tip": _READ,
+    "said moved.epoch": _TAKEN,
+    "said moved.open_tokens": f"{_MOVES}::test_it_comes_back_with_all_that_its_owners_left",
+    "said session_stands.epoch": _TAKEN,
+    "said session_stands.sealed_tokens": _TAKEN,
+    "said session_stands.tip": _TAKEN,
+    "said session_stands.tokens": _TAKEN,
+    "said session_stands.version": _TAKEN,
+    "said session_taken.epoch": _TAKEN,
+    "said session_taken.tokens": _TAKEN,
+    "said session_taken.version": _TAKEN,
     "said admit.planned_tokens": "gateway/test_places.py"
     "::test_what_a_worker_would_do_by_its_own_prices_is_expected",
     "has prefix_hash": _WORDS,

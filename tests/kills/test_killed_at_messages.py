@@ -197,9 +197,13 @@ PLAYED = {
     _tag(rpc.Cancel): Said(PLACES, freezes),
     _tag(rpc.ReleaseSession): Said(PLACES),
 }
-BY_PEERS = {"ask_prefix", "ask_lender", "prefill", "end_prefill"}
-"""Workers ask these of each other, past the wires of this fleet: a lender that is frozen or killed
-is engines/hf/test_bringing.py's, one that computes for another test_prefilling.py's."""
+BY_PEERS = {
+    "ask_prefix", "ask_lender", "prefill", "end_prefill", "take", "ask_session", "hand_over",
+}  # fmt: skip
+"""Workers ask these of each other, past the wires of this fleet, and a gateway a Take of a node
+that this fleet's workers lack: a lender that is frozen or killed is engines/hf/test_bringing.py's,
+one that computes for another test_prefilling.py's, one whose session moves
+test_moves_cut_short.py's."""
 BY_VLLM = {_tag(one) for one in (rpc.Status, rpc.ListHeld, rpc.Probe, rpc.AskLine)}
 
 

@@ -245,6 +245,12 @@ class GatewayCollector(Collector):
             outcome=gateway.turns.releasing.counts,
         )
         yield _counts(
+            "moves",
+            "Idle sessions that were to leave a drained worker, by how that ended: taken, no_target"
+            " (nobody else can take its state), unreachable, or why the session stayed.",
+            end=gateway.moves.counts,
+        )
+        yield _counts(
             "node_requests",
             "Requests on workers' RPC ports, by type.",
             request=gateway.turns.lines.asked,

@@ -29,6 +29,7 @@ from ownerserve.gateway.http.model_list import Models, union
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.server_tls import ServerTls, TlsFiles
 from ownerserve.gateway.logs import DirectoryLog, tell
+from ownerserve.gateway.moves import Moves
 from ownerserve.gateway.processes.part import GatewayPart
 from ownerserve.gateway.rollout.reloading import Reloading
 from ownerserve.gateway.rollout.shadow_log import ShadowLog
@@ -108,6 +109,7 @@ class Gateway:
         self.draining = False
         self.directory_log = DirectoryLog()
         self.roster = Roster(config, turns)
+        self.moves = Moves(turns)
         self.discovery = Discovery(self.roster, open_sources(config))
         self.monitors = self.roster.monitors
         self.inventories = self.roster.inventories
@@ -205,7 +207,7 @@ class Gateway:
             bound, lambda: ClientConnection(self), clients_max=clients_max, tls=self.tls, end=end
         )
         self.door.open()
-        watches = (self._sweep(), self._tidy(), self._look_at_answers())
+        watches = (self._sweep(), self._tidy(), self._look_at_answers(), self.moves.run())
         self._tasks = [loop.create_task(watch) for watch in watches]
 
     async def drain(self) -> None:

@@ -104,6 +104,7 @@ from ownerserve.router.messages import (
     Reported,
     SessionEnd,
     Stamped,
+    TakenOver,
     Unpromised,
 )
 from ownerserve.router.opening import OpeningRule
@@ -350,10 +351,10 @@ class Turns:
             idle_max=min(self.share.idle_max, IDLE_MAX),
         )
 
-    def told(self, event: Reported | Gone | ReleaseEnded | Claimed) -> None:
+    def told(self, event: Reported | Gone | ReleaseEnded | Claimed | TakenOver) -> None:
         """Tell the state the news of a worker or the directory."""
         now = self.now()
-        if not isinstance(event, Claimed):
+        if not isinstance(event, Claimed | TakenOver):
             self.state.handle(event, now)
             return
         session = self.state.sessions.resolve(event.session)
@@ -362,7 +363,7 @@ class Turns:
         self.observer.owner_changes.look(
             session, owner, self._owner_of(session), how="told", now_s=now
         )
-        if self.finder is not None:
+        if self.finder is not None and isinstance(event, Claimed):
             self.finder.heard(event.epoch)
 
     # A turn, step by step

@@ -15,6 +15,7 @@ waited for, planned or copied: a turn starts when it arrives, and what is left o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from ownerserve.cache.hetero import HeteroCache
@@ -25,6 +26,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.node.admission import RoomQueue
 from ownerserve.node.ownership.inventory import FOUND_LESS, Inventory, OnDevice, Residency
+from ownerserve.node.restore.coming import ComingSessions
 from ownerserve.node.restore.restores import Restores
 from ownerserve.node.restore.sources import OwnDevice, Walks
 from ownerserve.node.retention.policy import Checkpoints, Prefetches, SessionGaps
@@ -32,6 +34,7 @@ from ownerserve.node.retention.record_value import KEPT_IN, RecordValue
 from ownerserve.node.retention.spills import IdleSpills, PressureRelief, RecordCopies
 from ownerserve.node.vocabulary.chains import Chains
 from ownerserve.node.vocabulary.events import (
+    CameIn,
     Effect,
     Event,
     Fetched,
@@ -45,6 +48,8 @@ from ownerserve.node.vocabulary.events import (
     Remembered,
     RestoreOutcome,
     RestoreReport,
+    SessionCame,
+    SessionComing,
     SessionOver,
     Start,
     Tick,
@@ -120,7 +125,7 @@ class NodeState:
             abilities=planner.abilities,
             gaps=self.gaps,
         )
-        self.names = names
+        self.names, self.coming = names, ComingSessions()
         self.inventory = Inventory()
         self.on_device = OnDevice(cache, self.inventory, digest_at=self.chains.digest_at)
         can_replay = planner.abilities.can_replay and planner.model.exact_replay_tokens is not None
@@ -143,7 +148,7 @@ class NodeState:
         for effect in effects:
             if isinstance(effect, Start):
                 self._learn(effect.turn_id, now)
-        return [e for e in effects if not (isinstance(e, Start) and self._is_ours(e))]
+        return [told for effect in effects for told in self._for_engine(effect)]
 
     def _tell_copied(self, now: float) -> None:
         """Have the store looked at for the tips of sessions all of whose copies were answered
@@ -171,14 +176,19 @@ class NodeState:
             ends = self.idle_spills.turn_ends(session_id) if session_id is not None else frozenset()
             self.checkpoints.restored(report, ends)
 
-    def _is_ours(self, effect: Start) -> bool:
-        """Return whether `effect` is the `Start` of a prefetch, which nobody runs, and count how it
-        ended."""
-        if not self.prefetches.landed(effect.turn_id):
-            return False
-        report = self.restores.reports.pop(effect.turn_id)
+    def _for_engine(self, effect: Effect) -> Sequence[Effect]:
+        """Return what the engine is to do: nothing at the `Start` of a prefetch, which nobody runs,
+        how that ended is counted; at that of a session that comes, tell who waits for it."""
+        if not isinstance(effect, Start):
+            return (effect,)
+        turn_id = effect.turn_id
+        if self.coming.landed(turn_id):
+            return (CameIn(turn_id, self.restores.reports.pop(turn_id).outcome),)
+        if not self.prefetches.landed(turn_id):
+            return (effect,)
+        report = self.restores.reports.pop(turn_id)
         self.idle_spills.counts[f"prefetch_{report.outcome}"] += 1
-        return True
+        return ()
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
         restores = self.restores
@@ -202,8 +212,13 @@ class NodeState:
                 return self._arrived(event, now)
             case TurnEnded():
                 self._ended(event, now)
+            case SessionComing():
+                return self._coming(event, now)
+            case SessionCame():
+                self._came(event, now)
             case TurnGone(turn_id):
                 session_id = self._turns.pop(turn_id, None)
+                self.coming.landed(turn_id)
                 self.room_queue.over(turn_id)
                 self.walks.over(turn_id)
                 if session_id is not None:
@@ -376,6 +391,24 @@ class NodeState:
     def _restore(self, event: TurnArrived, now: float) -> list[Effect]:
         return list(self.restores.arrived(event, self.chains, now=now))
 
+    def _coming(self, event: SessionComing, now: float) -> list[Effect]:
+        """Begin to bring a session that moves here, unless turns wait for room: what is here comes
+        before."""
+        if len(self.room_queue):
+            return [CameIn(event.turn_id, RestoreOutcome.NO_ROOM)]
+        arrival = self.coming.begin(event)
+        return list(self.restores.arrived(arrival, self.chains, now=now))
+
+    def _came(self, event: SessionCame, now: float) -> None:
+        """Take a session in as one whose turn has ended here, and has left its state at its last
+        block."""
+        session_id, hashed = event.session_id, event.hashed
+        self.chains.hashed(hashed.tokens, session_id, hashed)
+        depth, block = len(hashed.digests), self.cache.layout.block_tokens
+        tokens = depth * block
+        points = self.checkpoints.ended(TurnSpan(tokens - 1, tokens, tokens, block))
+        self._idle(session_id, points=points, ends=frozenset({depth}), now=now)
+
     def _ended(self, event: TurnEnded, now: float) -> None:
         session_id = self._turns.pop(event.turn_id, None)
         self.room_queue.over(event.turn_id)
@@ -385,6 +418,13 @@ class NodeState:
             span = TurnSpan(event.restored, event.prompt, event.tokens, block)
             points = self.checkpoints.ended(span)
             ends = frozenset(at // block for at in span.turn_ends())
-            self.idle_spills.ended(session_id, points=points, ends=ends, now=now)
-            self.prefetches.ended(session_id, now)
-            self.on_device.ended(session_id)
+            self._idle(session_id, points=points, ends=ends, now=now)
+
+    def _idle(
+        self, session_id: SessionId, *, points: set[int], ends: frozenset[int], now: float
+    ) -> None:
+        """Note that the session is idle: its state at the depths `points` is wanted in the
+        store."""
+        self.idle_spills.ended(session_id, points=points, ends=ends, now=now)
+        self.prefetches.ended(session_id, now)
+        self.on_device.ended(session_id)

@@ -30,6 +30,7 @@ from ownerserve.router.messages import (
     ReleaseEnd,
     ReleaseEnded,
     Reported,
+    TakenOver,
 )
 from ownerserve.router.sessions import Grant, Prefix, PrefixIndex, RoutedSession, SessionTable
 from ownerserve.router.worker import Worker
@@ -124,6 +125,21 @@ class Knowledge:
             session.grant = Grant(worker, worker.life, epoch, version)
         if epoch != known or session.live_home is None:
             self._sessions.claim(session, worker)
+        return NOTED
+
+    def taken_over(self, event: TakenOver, now_s: float) -> Noted:
+        """Note that a session moved while no turn of it ran, unless it went elsewhere since."""
+        session = self._sessions.get(self._sessions.resolve(event.session))
+        worker = self._fleet.find(event.unit)
+        if session is None or worker is None:
+            return NOTED
+        former = session.owner
+        if former is not None and former.id == event.source:
+            if session.prefix is not None:
+                session.prefix.drop(former, Tier.DEVICE)
+            self._sessions.claim(session, worker)
+        if session.owner is worker and session.prefix is not None and event.tokens:
+            session.prefix.hold(worker, Tier.DEVICE, event.tokens)
         return NOTED
 
     def _sharing_its_term(self, epoch: Epoch) -> Epoch:

@@ -176,6 +176,17 @@ class Claimed(msgspec.Struct, frozen=True, gc=False):
     version: int = 0
 
 
+class TakenOver(msgspec.Struct, frozen=True, gc=False):
+    """This event is the word of `unit` that it took an idle session over from `source`, and has the
+    first `tokens` tokens of it on its device. It counts while `source` is known to own it, or
+    `unit` already."""
+
+    session: SessionId
+    unit: RoutingUnit
+    source: WorkerId
+    tokens: int
+
+
 class ReleaseEnd(Label):
     """A release end says how asking an owner to hand a session over ended."""
 
@@ -337,6 +348,7 @@ class SessionEnd(msgspec.Struct, frozen=True, gc=False):
 Settling = (
     WorkerUp | WorkerDown | WorkerLeft | Drain | Stamped | Reported | Gone | Claimed
     | ComputedApart | Outrun | LegFailed | Broken | Aborted | SessionEnd | ReleaseEnded
+    | TakenOver
 )  # fmt: skip
 Placing = Arrive | Failed | Unpromised | Misjudged | NotComputedApart | CarryOn
 Event = Placing | Hedge | FirstByte | Done | Settling

@@ -6,7 +6,7 @@ randomness.
 | WorkerUp, WorkerDown | candidates change; a new life unbinds what the old one held | Noted |
 | WorkerLeft | a worker that is down and runs nothing is forgotten | Noted |
 | Stamped | the worker's word on its load replaces what was known | Noted |
-| Reported, Gone, Claimed | the dated copy of extents and owners follows | Noted |
+| Reported, Gone, Claimed, TakenOver | the dated copy of extents and owners follows | Noted |
 | Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
 | FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
 | | where it computed itself what was split, the other worker's part comes off whole | |
@@ -48,7 +48,7 @@ import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import ExecutionMode, PlacementAction
+from ownerserve.kv.messages import ExecutionMode, PlacementAction, Tier
 from ownerserve.router.account import Account, Books, audit
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, classify, run_at
 from ownerserve.router.fleet import Candidates, Fleet
@@ -58,6 +58,7 @@ from ownerserve.router.messages import (
     NOTED,
     Aborted,
     Answer,
+    Arm,
     Arrive,
     AskRelease,
     Broken,
@@ -89,6 +90,7 @@ from ownerserve.router.messages import (
     SessionEnd,
     Settling,
     Stamped,
+    TakenOver,
     Unpromised,
     WorkerDown,
     WorkerLeft,
@@ -257,6 +259,7 @@ class RouterState:
             Reported: self._knowledge.reported,
             Gone: self._knowledge.gone,
             Claimed: self._knowledge.claimed,
+            TakenOver: self._knowledge.taken_over,
             Arrive: self._arrive,
             FirstByte: self._first_byte,
             ComputedApart: self._prefilled,
@@ -311,6 +314,30 @@ class RouterState:
     def live(self) -> int:
         """How many dispatches are live: their ends are not yet known."""
         return len(self._live)
+
+    def place_idle(self, name: SessionId, source: Worker, arm: Arm, now: float) -> Worker | None:
+        """Return the worker, but `source`, where a turn of the session would run were it to come
+        now, of those that can take its state over; None: there is none, or it is not idle. Nothing
+        is counted, and nobody bound."""
+        session = self.sessions.get(name)
+        if session is None or session.pending or session.owner is not source:
+            return None
+        digest = source.profile.spec_digest
+        everyone = self._steering.eligible(self.fleet.candidates(None), arm)
+        unfit = [
+            one
+            for one in everyone.everyone()
+            if one is source
+            or one.profile.spec_digest != digest
+            or Tier.DEVICE not in one.profile.lends
+        ]
+        candidates = everyone.without(unfit)
+        if not candidates:
+            return None
+        prompt_bytes = int((session.known_tokens + 1) * session.bytes_per_token)
+        arrive = Arrive(name, prompt_bytes, arm=arm)
+        request = ask(arrive, session, candidates, limits=self._settings, now_s=now)
+        return self._steering.decide(request, candidates, arm).worker
 
     # Workers
 

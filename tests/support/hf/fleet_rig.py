@@ -39,7 +39,9 @@ class ServedWorker:
         self.worker: HfWorker = build_worker(options)
         self.rpc = RpcServer()
         self.worker.metrics.registry.register(RpcCollector(self.rpc.counts))
-        self.rpc.start(self.worker.engine.call, step_s=self.worker.engine.step_s)
+        engine, transfers = self.worker.engine, self.worker.transfers
+        answer = engine.call if transfers is None else transfers.answering(engine.call)
+        self.rpc.start(answer, step_s=engine.step_s)
         bound: socket.socket = listen("127.0.0.1", 0)
         self.url = url_of(bound)
         config = uvicorn.Config(
@@ -51,6 +53,8 @@ class ServedWorker:
         self._thread = threading.Thread(target=self._server.run, args=([bound],))
         self._thread.start()
         until(lambda: self._server.started)
+        if transfers is not None:
+            transfers.start(engine.between_steps, rpc=self.rpc.address)
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
     @property
@@ -72,6 +76,8 @@ class ServedWorker:
         self._server.should_exit = True
         self._thread.join(WAIT_S)
         self.rpc.stop()
+        if self.worker.transfers is not None:
+            self.worker.transfers.stop()
 
 
 class ServedGateway:

@@ -45,9 +45,9 @@ class Counted(EmbeddedDirectory):
 
 
 class Fleet:
-    """One directory, `workers` workers, two gateways."""
+    """One directory, `workers` workers, which are made from `options`, and `gateways`."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, *, gateways: int = 2, **options: Any) -> None:
         self.directory = Counted()
         self.server = DirectoryServer(self.directory)
         self.server.start()
@@ -55,13 +55,18 @@ class Fleet:
         self.workers = [
             ServedWorker(
                 WorkerOptions(
-                    model="tiny-qwen3", kv_bytes=8 << 20, directory=address, worker_id=f"w{n}"
+                    model="tiny-qwen3",
+                    kv_bytes=8 << 20,
+                    directory=address,
+                    worker_id=f"w{n}",
+                    **options,
                 )
             )
             for n in range(workers)
         ]
         self.gateways = [
-            ServedGateway(*self.workers, directory=address, policy="ownerserve") for _ in range(2)
+            ServedGateway(*self.workers, directory=address, policy="ownerserve")
+            for _ in range(gateways)
         ]
 
     def record(self, session: str) -> ask.SessionIs | ask.Miss:
@@ -101,7 +106,12 @@ def serve_at(
     answer = worker.http.post("/v1/completions", json=body, headers={TURN_HEADER: told})
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
-    return {"tokens": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
+    return {
+        "tokens": choice["token_ids"],
+        "logprobs": choice["logprobs"]["token_logprobs"],
+        "cached": int(answer.headers["x-ownerserve-cached-tokens"]),
+        "mode": answer.headers["x-ownerserve-mode"],
+    }
 
 
 def asked(worker: ServedWorker, request: RpcRequest) -> RpcAnswer:

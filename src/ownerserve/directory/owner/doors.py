@@ -227,6 +227,18 @@ class GuardedOwner:
         self._idle.used(session_id, now_s)
         return self.owner.want(session_id, now_s, parent=parent)
 
+    def moved_here(
+        self, session_id: SessionId, now_s: float, *, epoch: Epoch | None = None
+    ) -> Asks:
+        """Note that the session's owner was asked to hand it over to us, and has, under `epoch`;
+        None: it has not said. It is asked for like one that had a turn here.
+        """
+        if epoch is not None:
+            self.hear(session_id, epoch)
+        self._recent.named(session_id, now_s)
+        self._idle.used(session_id, now_s)
+        return self.owner.want(session_id, now_s)
+
     def left(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
         """Note that a turn of the session has ended here, and left it at `tip`."""
         self._recent.add(session_id, now_s)

@@ -265,7 +265,7 @@ class OwnerState:
         ask = self._take(number)
         if ask is None:
             return []
-        if is_for_later(outcome) or _is_ahead(ask.request, outcome):
+        if is_for_later(outcome) or is_ahead(ask.request, outcome):
             self._asks[number] = replace(ask, again_s=ask.sent_s + _wait_s(outcome))
             return []
         if isinstance(outcome, Refused) and outcome.reason in _STANDING:
@@ -546,7 +546,7 @@ def _wait_s(outcome: Outcome) -> float:
     return said_s or ASK_AGAIN_S
 
 
-def _is_ahead(request: Request, outcome: Outcome) -> bool:
+def is_ahead(request: Request, outcome: Outcome) -> bool:
     """Tell whether a hand-over overtook the report of the turns before it, which is on its way."""
     if not isinstance(request, Transfer) or not isinstance(outcome, Conflict):
         return False

@@ -150,17 +150,17 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         worker=WorkerId(options.worker_id),
         owns_sessions=options.directory is not None,
     )
-    transfers = _transfers(options.transfer, identity.unit, node, runner=runner)
+    transfers = _transfers(options.transfer, identity.unit, node, runner=runner, metrics=metrics)
     steps = StepLoop(
         runner, scheduler, cache=cache, decoder=codec, identity=identity, metrics=metrics
     )
     if node is not None:
-        steps.attach(WithNode(node, scheduler, RestoreMetrics(metrics.registry)))
+        steps.attach(restoring := WithNode(node, scheduler, RestoreMetrics(metrics.registry)))
         if (counts := node.remote_counts) is not None:
             metrics.registry.register(RemoteCollector(counts))
-    if transfers is not None and node is not None:
-        metrics.registry.register(TransferCollector(transfers))
-        steps.serve_peers(transfers.compute_for_others(cache, node.state.names, steps))
+        if transfers is not None:
+            transfers.move_sessions(cache, steps, restoring.comings)
+            steps.serve_peers(transfers.compute_for_others(cache, node.state.names, steps))
     if options.directory is not None:
         scope = node.state.names.identity if node else identity_of(checkpoint, runner)
         ownership = Ownership(
@@ -197,7 +197,12 @@ def _facts(checkpoint: LoadedCheckpoint, runner: ModelRunner, limits: SchedulerL
 
 
 def _transfers(
-    place: TransferPlace | None, unit: RoutingUnit, node: NodeRuntime | None, *, runner: ModelRunner
+    place: TransferPlace | None,
+    unit: RoutingUnit,
+    node: NodeRuntime | None,
+    *,
+    runner: ModelRunner,
+    metrics: WorkerMetrics,
 ) -> NodeTransfers | None:
     """Open the port where peers read this worker, and make peers a tier of its node; None where
     there is no node, or no place was named."""
@@ -210,6 +215,7 @@ def _transfers(
     block = runner.layout.block_tokens
     transfers = NodeTransfers(unit, lending, sections, block_tokens=block, place=place)
     node.add_peers(transfers.peers)
+    metrics.registry.register(TransferCollector(transfers))
     return transfers
 
 

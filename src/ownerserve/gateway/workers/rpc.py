@@ -133,7 +133,7 @@ class WorkerLines:
         """Return the worker that holds what the decision wants brought; None where that is nobody,
         or it can't be reached from the target: an address on loopback is of use to who is there."""
         source = None if decision.source is None else decision.source.worker
-        return None if source is None else self._read_by(decision.worker, source, names)
+        return None if source is None else self.read_by(decision.worker, source, names)
 
     def prefiller_of(self, decision: Decision, names: WorkerNames) -> LenderAddress | None:
         """Return the worker that the target itself asks to compute the prompt: it and the target
@@ -143,9 +143,9 @@ class WorkerLines:
         prefill = decision.prefill
         if prefill is None or not (_lends(prefill) and _lends(decision.worker)):
             return None
-        return self._read_by(decision.worker, prefill, names)
+        return self.read_by(decision.worker, prefill, names)
 
-    def _read_by(self, reader: Worker, holder: Worker, names: WorkerNames) -> LenderAddress | None:
+    def read_by(self, reader: Worker, holder: Worker, names: WorkerNames) -> LenderAddress | None:
         """Return where `reader` reaches `holder`; None where it does not, or they are one."""
         unit = None if holder.unit is None else names.to_workers(holder.unit)
         lending, reading = self.of(holder.id), self.of(reader.id)

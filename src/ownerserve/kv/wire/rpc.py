@@ -214,11 +214,42 @@ class EndPrefill(msgspec.Struct, frozen=True, tag="end_prefill"):
     turn_id: TurnId
 
 
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    """Take asks a worker to take an idle session over from `source`, which owns it: its state
+    first, ownership after. `SessionTaken` answers it. What was called off before ownership was
+    asked for is given up.
+    """
+
+    session_id: SessionId
+    source: LenderAddress
+
+
+class AskSession(msgspec.Struct, frozen=True, tag="ask_session"):
+    """AskSession asks, node to node, where a session stands that is owned here; `SessionStands`
+    answers it, nothing is held."""
+
+    session_id: SessionId
+
+
+class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
+    """HandOver asks, node to node, to hand a session over to `target`, which has its state as
+    `version` turns left it: if it is owned here under `epoch` (None: no directory knows it), no
+    turn of it runs, and it has that version still. `Moved` answers it, once that is the record.
+    """
+
+    session_id: SessionId
+    version: int
+    target: RoutingUnit
+    epoch: Epoch | None = None
+
+
 RpcRequest = (
     AskLender
     | AskLine
     | AskPrefix
+    | AskSession
     | EndPrefill
+    | HandOver
     | ListHeld
     | Prefill
     | Status
@@ -227,6 +258,7 @@ RpcRequest = (
     | Commit
     | Release
     | ReleaseSession
+    | Take
 )
 
 
@@ -281,13 +313,47 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     compute_ms: float = 0.0
 
 
+class SessionStands(msgspec.Struct, frozen=True, tag="session_stands", omit_defaults=True):
+    """SessionStands answers `AskSession`: owners finished `version` turns of the session, which
+    left `sealed_tokens` in whole blocks, whose prefix hash is `tip`. `tokens` are those from the
+    beginning that are on the device, as state is named by them (packed, under the tenant's salt):
+    fewer where some went. `epoch`: under which it is owned; None: no directory knows it.
+    """
+
+    version: int
+    sealed_tokens: int
+    tokens: bytes = b""
+    tip: bytes = b""
+    epoch: Epoch | None = None
+
+
+class Moved(msgspec.Struct, frozen=True, tag="moved", omit_defaults=True):
+    """Moved answers `HandOver`: the session is the target's, under `epoch`. `open_tokens` stand
+    behind its last whole block, packed as those."""
+
+    epoch: Epoch | None = None
+    open_tokens: bytes = b""
+
+
+class SessionTaken(msgspec.Struct, frozen=True, tag="session_taken", omit_defaults=True):
+    """SessionTaken answers `Take`: the session is this worker's, under `epoch`, after `version`
+    turns; the first `tokens` tokens of it are on the device."""
+
+    version: int
+    tokens: int
+    epoch: Epoch | None = None
+
+
 RpcAnswer = (
     Accepted
     | LenderSays
     | LineIs
+    | Moved
     | PageIs
     | PrefixIs
+    | SessionStands
     | StatusIs
+    | SessionTaken
     | Admit
     | Reject
     | Reserved

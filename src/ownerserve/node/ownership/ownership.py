@@ -26,6 +26,8 @@ from msgspec.structs import replace
 from ownerserve.directory.messages import (
     Advance,
     Advanced,
+    Bound,
+    Conflict,
     DirectoryRefusal,
     Dropped,
     Leased,
@@ -34,9 +36,18 @@ from ownerserve.directory.messages import (
     Refused,
     Request,
     Retired,
+    Transfer,
 )
 from ownerserve.directory.owner.doors import GuardedOwner
-from ownerserve.directory.owner.state import Asks, OwnerPhase, OwnerState, SessionGrant, SessionTip
+from ownerserve.directory.owner.state import (
+    Asks,
+    OwnerPhase,
+    OwnerState,
+    SessionGrant,
+    SessionTip,
+    is_ahead,
+    is_for_later,
+)
 from ownerserve.directory.port import Directory
 from ownerserve.directory.rules import MAIN_KINDS, Kinds, TierCode
 from ownerserve.kv.errors import InvariantViolated
@@ -44,7 +55,7 @@ from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import Reject, Released, ReleaseSession
+from ownerserve.kv.wire.rpc import HandOver, Moved, Reject, Released, ReleaseSession
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.publishing import Publishing
 from ownerserve.node.vocabulary.chains import Chains
@@ -95,6 +106,14 @@ class SessionLeft(msgspec.Struct, frozen=True, gc=False):
     session: SessionId
 
 
+class _MovedHere(msgspec.Struct, frozen=True, gc=False):
+    """A `_MovedHere` names a session that may be this unit's now, under `epoch` where that was
+    said."""
+
+    session: SessionId
+    epoch: Epoch | None
+
+
 class _Leaves(msgspec.Struct, frozen=True, gc=False):
     """A `_Leaves` carries what is to be asked of the directory for a session that was given up on
     the engine's thread."""
@@ -102,7 +121,9 @@ class _Leaves(msgspec.Struct, frozen=True, gc=False):
     asks: Asks
 
 
-Told: TypeAlias = TurnCame | TurnLeft | SessionLeft | _Leaves
+Told: TypeAlias = TurnCame | TurnLeft | SessionLeft | _MovedHere | _Leaves
+MoveTold: TypeAlias = Callable[[Moved | Reject], None]
+"""Hears once what came of a hand-over; on any thread, it must neither wait nor raise."""
 
 
 def boot_time_s() -> float:
@@ -143,6 +164,16 @@ class Owning(Protocol):
         """Give the session up to its target, or end it."""
         ...
 
+    def hand_over(self, asked: HandOver, told: MoveTold) -> Reject | None:
+        """Give the session up to its target, which has its state; `told` hears when that is the
+        record. Else return why it stays."""
+        ...
+
+    def moved_here(self, session: SessionId, epoch: Epoch | None) -> None:
+        """Ask for a session whose owner was asked to hand it over to this unit, and has, under
+        `epoch`; None: it has not said."""
+        ...
+
     def start(self) -> None:
         """Begin to serve what is told."""
         ...
@@ -168,6 +199,12 @@ class Unowned:
 
     def release(self, asked: ReleaseSession) -> Released | Reject:
         return Released()
+
+    def hand_over(self, asked: HandOver, told: MoveTold) -> Reject | None:
+        told(Moved())
+        return None
+
+    def moved_here(self, session: SessionId, epoch: Epoch | None) -> None: ...
 
     def start(self) -> None: ...
     def close(self, *, within_s: float) -> None: ...
@@ -200,6 +237,8 @@ class Ownership:
         """Held by whoever changes `owner`: this unit's thread, and the engine's as it releases."""
         self._to_count: Counter[SessionId] = Counter()
         """Turns that are told and not counted yet: their sessions are not given up before."""
+        self._moving: dict[SessionId, MoveTold] = {}
+        """`_moving` has who hears of each session that is handed over to who has its state."""
         self.answers: Counter[str] = Counter()
         """Outcomes by name, refusals by reason: metric labels. Written by the thread alone."""
         self.frames = 0
@@ -270,15 +309,42 @@ class Ownership:
         if asked.epoch is None:
             return Released()
         with self._lock:
-            if asked.session_id in self._to_count and asked.session_id in self.owner.grants:
-                return Reject(WorkerRefusal.SESSION_IS_RUNNING)
-            leaving = self._guarded.release(
-                asked.session_id, asked.epoch, asked.target, now_s=boot_time_s()
-            )
+            leaving = self._released(asked.session_id, asked.epoch, asked.target)
         if isinstance(leaving, WorkerRefusal):
             return Reject(leaving)
         self._inbox.put(_Leaves(leaving))
         return Released()
+
+    def hand_over(self, asked: HandOver, told: MoveTold) -> Reject | None:
+        """Give a session of which no turn runs here up to its target, if its version is still the
+        one that the target has: it is not ours at once. `told` hears when the directory has
+        answered, unless the lease ends before. Else return why it stays."""
+        session, epoch = asked.session_id, asked.epoch
+        if epoch is None:
+            return Reject(WorkerRefusal.STALE_EPOCH)
+        with self._lock:
+            grant = self.owner.grants.get(session)
+            if grant is not None and grant.epoch == epoch and grant.version != asked.version:
+                return Reject(WorkerRefusal.STALE_VERSION)
+            leaving = self._released(session, epoch, asked.target)
+            if isinstance(leaving, WorkerRefusal):
+                return Reject(leaving)
+            self._moving[session] = told
+        self._inbox.put(_Leaves(leaving))
+        return None
+
+    def moved_here(self, session: SessionId, epoch: Epoch | None) -> None:
+        """Ask for a session whose owner was asked to hand it over to this unit, and has, under
+        `epoch`; None: it has not said."""
+        self._inbox.put(_MovedHere(session, epoch))
+
+    def _released(
+        self, session: SessionId, epoch: Epoch, target: RoutingUnit | None
+    ) -> Asks | WorkerRefusal:
+        """Give the session up, unless turns of it are not counted yet; under the lock."""
+        if session in self._to_count and session in self.owner.grants:
+            return WorkerRefusal.SESSION_IS_RUNNING
+        return self._guarded.release(session, epoch, target, now_s=boot_time_s())
 
     @property
     def phase(self) -> OwnerPhase:
@@ -323,6 +389,10 @@ class Ownership:
             asks += self.owner.tick(now_s)
             if asks:
                 asks += self._guarded.along(now_s)
+            given_up = self._moving.keys() - self.owner.leaving() if self._moving else ()
+            dropped = [self._moving.pop(session) for session in given_up]
+        for hears in dropped:  # the lease is over: whose it is, is not known here
+            hears(Reject(WorkerRefusal.NO_ANSWER))
         return asks
 
     def _taken(self, told: Told) -> Asks:
@@ -389,6 +459,8 @@ class Ownership:
                 return self._guarded.came(session, now_s, parent=parent, epoch=epoch)
             case TurnLeft(session):
                 return [] if tip is None else self._guarded.left(session, tip, now_s)
+            case _MovedHere(session, epoch):
+                return self._guarded.moved_here(session, now_s, epoch=epoch)
             case SessionLeft(session):
                 return self._guarded.over(session, now_s)
             case _Leaves(asks):
@@ -434,6 +506,11 @@ class Ownership:
         elif isinstance(outcome, Leased) and outcome.memory != self._memory:
             self._memory = outcome.memory
             self.publishing.forgotten()
+        elif isinstance(request, Transfer) and (said := _end_of(request, outcome)) is not None:
+            with self._lock:
+                told = self._moving.pop(request.session_id, None)
+            if told is not None:
+                told(said)
 
     def _leave(self, directory: Directory) -> None:
         """Drop the copies held here from the directory and retire the unit, so that what it owns is
@@ -492,6 +569,19 @@ def _with_parents(told: Sequence[Told]) -> list[Told]:
         else one
         for one in told
     ]
+
+
+def _end_of(request: Transfer, outcome: Outcome) -> Moved | Reject | None:
+    """Return what the target of a hand-over hears once the directory has answered; None: nothing is
+    decided yet, and it is asked again."""
+    if is_for_later(outcome) or is_ahead(request, outcome):
+        return None
+    if isinstance(outcome, Bound):
+        return Moved(outcome.epoch)
+    if isinstance(outcome, Conflict) and outcome.current.owner == request.target:
+        return Moved(outcome.current.epoch)  # an earlier attempt's answer was lost
+    is_conflict = isinstance(outcome, Conflict)
+    return Reject(WorkerRefusal.STALE_EPOCH if is_conflict else WorkerRefusal.WRONG_TARGET)
 
 
 def _label(outcome: Outcome) -> str:

@@ -321,7 +321,8 @@ class Restores:
         complete = next((p.position for p in match.points if not p.lacks), 0) // self._block
         if not self._names.point_names:
             complete = min(cap, match.range_tokens // self._block)
-        deadline_s = now + self._settings.restore_deadline_s
+        within_s = event.within_s
+        deadline_s = now + (self._settings.restore_deadline_s if within_s is None else within_s)
         names = self._names.of(event.tenant)
         if complete >= cap:
             pending = PendingRestore(event, names, (), now, deadline_s)

@@ -34,6 +34,7 @@ from ownerserve.kv.wire.rpc import (
     AskLender,
     AskLine,
     AskPrefix,
+    AskSession,
     Cancel,
     Cancelled,
     EndPrefill,
@@ -256,7 +257,9 @@ class RpcServer:
                 return min(max(2 * self._step_s(), RESERVE_MIN_S), RESERVE_MAX_S)
             case ListHeld(wait_ms=wait_ms):
                 return ANSWER_S + min(wait_ms, NEWS_WAIT_MS) / 1e3
-            case Probe() | Status() | AskLine() | AskPrefix() | AskLender() | Prefill():
+            case Probe() | Status() | AskLine():
+                return ANSWER_S
+            case AskPrefix() | AskSession() | AskLender() | Prefill():
                 return ANSWER_S
             case _:
                 return NEVER_S

@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -34,6 +34,7 @@ from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart, Peer
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import (
     CallOffPrefill,
+    CameIn,
     DropOperation,
     Effect,
     Event,
@@ -112,6 +113,8 @@ class NodeRuntime:
         self._asked: dict[OperationId, tuple[Ticket, FindRecords | Fetch | Locate]] = {}
         self._parts: dict[OperationId, tuple[ReadPart, ...]] = {}
         self._writing: dict[OperationId, tuple[Ticket, Writing]] = {}
+        self.came_in: Callable[[CameIn], None] = lambda end: None
+        """Hears of each session whose state was brought, how that ended (comings.py)."""
         self._to_checkpoint: list[TurnId] = []
         self.stored_bytes = 0
         if journal is not None and journal.found:
@@ -240,6 +243,8 @@ class NodeRuntime:
                         self._drop(*asked)
                     self._parts.pop(operation_id, None)
                     self._forget_copy(operation_id)
+                case CameIn():
+                    self.came_in(effect)
                 case CallOffPrefill(turn_id):
                     if (peers := self._backing.tiers.peers) is not None:
                         peers.call_off(turn_id)

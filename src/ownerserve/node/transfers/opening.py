@@ -21,12 +21,16 @@ from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import (
     AskLender,
     AskPrefix,
+    AskSession,
     EndPrefill,
+    HandOver,
     Prefill,
     RpcAnswer,
     RpcRequest,
+    Take,
 )
 from ownerserve.node.transfers.lending import Lending
+from ownerserve.node.transfers.moves import LeavingSessions, MovingEngine, MovingNode, Takes
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
 from ownerserve.node.transfers.roads import EVERYWHERE, READV, ROADS, NodeRoads
@@ -77,6 +81,8 @@ class TransferCounts(msgspec.Struct, frozen=True):
     orders: dict[str, int]
     ordered_bytes: dict[str, int]
     prefills: dict[str, int]
+    moves: dict[tuple[str, str], int]
+    """By `came` and `went`, and how each ended."""
     connections: int
 
 
@@ -113,6 +119,9 @@ class NodeTransfers:
         self.peers.orders.known = place.prefill_peers
         self.prefills: Prefills | None = None
         """What is computed here for others; None: nothing is."""
+        self.leaving: LeavingSessions | None = None
+        self.takes: Takes | None = None
+        """How sessions leave, and come; None: none does."""
         self._is_started = False
 
     def compute_for_others(
@@ -125,6 +134,15 @@ class NodeTransfers:
         self.prefills = prefills = Prefills(cache, turns, engine)
         lending.ended = prefills.lend_ended
         return prefills
+
+    def move_sessions(self, cache: HeteroCache, engine: MovingEngine, node: MovingNode) -> None:
+        """Have idle sessions move to peers and from them; call it before `start`."""
+
+        def on_engine(work: Callable[[], object]) -> Future[object]:
+            return self._on_engine(work)
+
+        self.leaving = LeavingSessions(cache, engine, on_engine)
+        self.takes = Takes(self._unit, cache, engine, node=node, on_engine=on_engine)
 
     def start(self, on_engine: OnEngine, *, rpc: str = "") -> None:
         """Begin to lend and bring; `on_engine` runs calls where the cache is owned. `rpc`: the
@@ -154,8 +172,27 @@ class NodeTransfers:
                 case Prefill() | EndPrefill() if self.prefills is not None:
                     done = self._on_engine(partial(self.prefills.answer, request))
                     return cast("Future[RpcAnswer]", done)
+                case AskSession() if self.leaving is not None:
+                    stands = self._on_engine(partial(self.leaving.stands, request))
+                    return cast("Future[RpcAnswer]", stands)
+                case HandOver() if self.leaving is not None:
+                    return self._handed(self.leaving, request)
+                case Take() if self.takes is not None:
+                    return self.service.run(self.takes.take(request, self.service.target))
             return others(request)
 
+        return answer
+
+    def _handed(self, leaving: LeavingSessions, asked: HandOver) -> Future[RpcAnswer]:
+        """Begin to hand a session over; the answer comes later than from the engine's thread."""
+        answer: Future[RpcAnswer] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def begun(done: Future[object]) -> None:
+            if (error := done.exception()) is not None:
+                answer.set_exception(error)
+
+        self._on_engine(partial(leaving.hand_over, asked, answer)).add_done_callback(begun)
         return answer
 
     def counts(self) -> TransferCounts:
@@ -171,8 +208,16 @@ class NodeTransfers:
             orders=dict(peers.orders.counts),
             ordered_bytes=dict(peers.ordered_bytes),
             prefills={} if self.prefills is None else dict(self.prefills.counts),
+            moves=self._moves(),
             connections=self._server.connections,
         )
+
+    def _moves(self) -> dict[tuple[str, str], int]:
+        if self.takes is None or self.leaving is None:
+            return {}
+        came = {("came", end): count for end, count in self.takes.counts.copy().items()}
+        went = {("went", end): count for end, count in self.leaving.counts.copy().items()}
+        return came | went
 
     def _tell_source(self, event: SourceEvent) -> None:
         if self._is_started:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
@@ -57,6 +57,10 @@ class TransferService:
     def ask(self, asked: AskLender) -> Future[RpcAnswer]:
         """Answer a peer; any thread may call."""
         return self.source.ask(asked)
+
+    def run(self, work: Coroutine[None, None, RpcAnswer]) -> Future[RpcAnswer]:
+        """Do work that asks peers, on the service's thread; any thread may call."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def look(
         self, lender: LenderAddress, hint: SessionHint, *, compute_ms: float

@@ -234,6 +234,13 @@ class TargetSide:
         load, address = min(told, key=lambda one: one[0].pending_prefill_tokens)
         return LenderAddress(load.unit, address)
 
+    async def ask(
+        self, peer: LenderAddress, request: RpcRequest, *, within_s: float, nonce: Nonce
+    ) -> Said | None:
+        """Ask a peer anything; None: no answer in time. Under a nonce it is said again."""
+        self._meet(peer)
+        return await self._ask(peer.address, request, within_s=within_s, nonce=nonce)
+
     def call_off(self, worker: LenderAddress, nonce: Nonce) -> None:
         """Tell a peer that what was ordered under the nonce is not wanted any more."""
         if (line := self._line(worker.address)) is not None:

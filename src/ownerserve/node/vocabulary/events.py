@@ -58,6 +58,27 @@ class TurnArrived(msgspec.Struct, frozen=True):
     """The session that `lender` holds it of; None: that of the turn."""
     order: PrefillOrder | None = None
     """`order` says who is to compute the prompt, in place of a lender."""
+    within_s: float | None = None
+    """How long its state may take to come; None: as the node's settings say."""
+
+
+class SessionComing(msgspec.Struct, frozen=True, eq=False):
+    """Event: the session is to move here from `lender`, which owns it: its state, which `hashed`
+    names, is brought for the turn `turn_id`, which nobody runs. `CameIn` answers; `TurnGone` gives
+    it up."""
+
+    turn_id: TurnId
+    session_id: SessionId
+    hashed: HashedPrefix
+    lender: LenderAddress
+
+
+class SessionCame(msgspec.Struct, frozen=True, eq=False):
+    """Event: the session is this node's, and its cache has its record: it is idle here. `hashed`:
+    all of its whole blocks."""
+
+    session_id: SessionId
+    hashed: HashedPrefix
 
 
 class RecordsFound(msgspec.Struct, frozen=True):
@@ -206,6 +227,8 @@ Event = (
     | Computing
     | TurnEnded
     | TurnGone
+    | SessionComing
+    | SessionCame
     | SessionOver
     | Copied
     | Kept
@@ -324,6 +347,13 @@ class Start(msgspec.Struct, frozen=True):
     turn_id: TurnId
 
 
+class CameIn(msgspec.Struct, frozen=True):
+    """Effect: tell who moves the session which the turn stands for how bringing its state ended."""
+
+    turn_id: TurnId
+    outcome: RestoreOutcome
+
+
 class CallOffPrefill(msgspec.Struct, frozen=True):
     """Effect: tell who was ordered to compute the turn's prompt, if anybody was, that it is not
     waited for any more."""
@@ -383,6 +413,7 @@ Effect = (
     | FetchAndFill
     | DropOperation
     | CallOffPrefill
+    | CameIn
     | Start
     | StoreCopy
     | Pin

@@ -42,8 +42,10 @@ from ownerserve.kv.wire.rpc import (
     AskLender,
     AskLine,
     AskPrefix,
+    AskSession,
     Commit,
     EndPrefill,
+    HandOver,
     ListHeld,
     Prefill,
     Probe,
@@ -55,6 +57,7 @@ from ownerserve.kv.wire.rpc import (
     RpcRequest,
     Status,
     StatusIs,
+    Take,
 )
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission import (
@@ -240,6 +243,8 @@ class TurnAdmission:
                 return Reject(WorkerRefusal.MALFORMED)  # each answer of this engine says it
             case AskPrefix() | AskLender() | Prefill() | EndPrefill():
                 return Reject(WorkerRefusal.MALFORMED)  # nothing is lent here
+            case AskSession() | HandOver() | Take():
+                return Reject(WorkerRefusal.MALFORMED)  # nor moved
 
     def standing(self) -> Standing:
         """Return what seeds are judged by: a copy that any thread may read."""

@@ -76,7 +76,7 @@ from ownerserve.engines.hf.scheduling.step import (
 )
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, Tier, execution_mode, lost_tokens
-from ownerserve.kv.prefix import TOKEN_BYTES, PrefixSalt
+from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, PrefixSalt
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
@@ -401,16 +401,31 @@ class StepLoop:
         """Let another own the session: its state here is ordinary cached state. Rejected while a
         turn of it is here, if only in the queue."""
         session_id = asked.session_id
-        if self.ownership.standing(session_id) is not None and any(
-            live.request.session_id == session_id for live in self._live.values()
-        ):
+        if self.ownership.standing(session_id) is not None and self.is_live(session_id):
             return Reject(WorkerRefusal.SESSION_IS_RUNNING)
         given_up = self.ownership.release(asked)
         if isinstance(given_up, Reject):
             return given_up
-        self._known.forget(session_id)
-        let_go = self._turn_admission.answer(asked)
+        let_go = self.let_go(session_id)
         return let_go if asked.epoch is None else given_up
+
+    # ---- sessions that move (node.transfers.moves.MovingEngine)
+
+    def is_live(self, session_id: SessionId) -> bool:
+        """Return whether a turn of the session is here, if only in the queue; called on the
+        engine's thread, as all here."""
+        return any(live.request.session_id == session_id for live in self._live.values())
+
+    def let_go(self, session_id: SessionId) -> RpcAnswer:
+        """Have what the session has here go before all else, since it is another's."""
+        self._known.forget(session_id)
+        return self._turn_admission.answer(ReleaseSession(session_id))
+
+    def met(self, session_id: SessionId, hashed: HashedPrefix) -> None:
+        """Know the session as if its last turn had left these whole blocks here."""
+        block = self._cache.layout.block_tokens
+        left = PromptPrefix(hashed.tokens, hashed, len(hashed.digests), block)
+        self._known.left(session_id, left, prompt_tokens=left.count)
 
     def _submit(self, submit: Submit) -> RequestRejected | None:
         """Take a request in; return why not, where it is refused."""

@@ -47,6 +47,15 @@ class TransferCollector(Collector):
             values=counts.lends,
         )
         yield from _ordered(counts)
+        moves = CounterMetricFamily(
+            "ownerserve_session_moves",
+            "Sessions that were to move here (came: taken) or from here (went: moved), by how that"
+            " ended, or why the session stayed.",
+            labels=["way", "end"],
+        )
+        for (way, end), count in sorted(counts.moves.items()):
+            moves.add_metric([way, end], count)
+        yield moves
         read = CounterMetricFamily(
             "ownerserve_peer_read_bytes",
             "Bytes that were read of peers, also those that did not count in the end.",

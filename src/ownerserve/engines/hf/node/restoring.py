@@ -26,9 +26,11 @@ from ownerserve.kv.messages import ExecutionMode, RestoreAction, Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
 from ownerserve.node.restore.sources import Walks
+from ownerserve.node.runtime.comings import Comings
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.vocabulary.chains import Chains, PromptPrefix
 from ownerserve.node.vocabulary.events import (
+    Event,
     PrefillOrder,
     RestoreReport,
     SessionOver,
@@ -311,6 +313,9 @@ class WithNode:
         self._turns: dict[TurnId, _Turn] = {}
         self._returned = 0
         self.calibration = node.calibration
+        self.comings = Comings(self._handle)
+        """`comings` are the sessions that move here."""
+        node.came_in = self.comings.ended
 
     @property
     def tiers(self) -> Mapping[Tier, int | None]:
@@ -371,6 +376,9 @@ class WithNode:
 
     def wait_s(self) -> float | None:
         return self._node.wait_s(time.monotonic())
+
+    def _handle(self, event: Event) -> None:
+        self._start(self._node.handle(event, time.monotonic()))
 
     def _start(self, turn_ids: Iterable[TurnId]) -> None:
         for turn_id in turn_ids:

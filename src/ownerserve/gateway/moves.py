@@ -1,0 +1,131 @@
+"""This module has idle sessions leave workers that get no turns any more, so that who is drained or
+leaves becomes empty although no session comes back.
+
+    a worker is drained, by its operator's word or its own, and lends
+      its sessions, newest first; of each that runs nothing: where would its next turn go?
+        Take ──> that worker: it brings the state, then asks for the session
+        SessionTaken, Reject(reason), or nothing in TAKE_S ──> the router's books; counted
+
+Off the request path. A turn that comes meanwhile goes its own way: then the session stays, or the
+turn is a guest's. Several gateways may ask for one session; one of them gets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from ownerserve.gateway.turns import Turns
+from ownerserve.kv.ids import SessionId, WorkerId
+from ownerserve.kv.messages import Tier
+from ownerserve.kv.wire.rpc import Reject, Said, SessionTaken, Take
+from ownerserve.router.messages import Claimed, TakenOver
+from ownerserve.router.worker import Worker
+
+LOOK_S = 0.25
+AT_ONCE = 4
+"""Sessions that leave one worker at a time: what it lends costs the turns that still run there."""
+RESCAN_S = 2.0
+"""So long after the last look at all sessions those are tried again that stayed."""
+TAKE_S = 90.0
+"""Longer than a worker tries (node/restore/coming.py)."""
+
+
+class _Leaving:
+    """Which sessions one worker still has to leave with, and how many are on their way."""
+
+    def __init__(self) -> None:
+        self.names: deque[SessionId] = deque()
+        self.next_scan_s = 0.0
+        self.under_way = 0
+
+
+class Moves:
+    """This class orders the moves of one gateway's sessions. `counts`: by how each ended, refusals
+    by reason; metric labels."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.counts: Counter[str] = Counter()
+        self._turns = turns
+        self._state = turns.state
+        self._leaving: dict[Worker, _Leaving] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Look for sessions that are to leave, until cancelled; what is under way is then called
+        off."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                if self._turns.rollout.is_normal:
+                    self._look()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+
+    def _look(self) -> None:
+        drained = {one for one in self._state.fleet if one.is_drained and _lends(one)}
+        for worker in self._leaving.keys() - drained:
+            if not self._leaving[worker].under_way:
+                del self._leaving[worker]
+        for worker in drained:
+            leaving = self._leaving.setdefault(worker, _Leaving())
+            if not leaving.names and self._turns.now() >= leaving.next_scan_s:
+                leaving.names.extend(self._standing_at(worker))
+                leaving.next_scan_s = self._turns.now() + RESCAN_S
+            while leaving.names and leaving.under_way < AT_ONCE:
+                self._begin(leaving.names.popleft(), worker, leaving)
+
+    def _standing_at(self, worker: Worker) -> Iterator[SessionId]:
+        """Yield the sessions that the worker owns, as far as is known here, the newest first."""
+        for name, session in self._state.sessions.newest():
+            if session.owner is worker and session.owner_life == worker.life:
+                yield name
+
+    def _begin(self, name: SessionId, source: Worker, leaving: _Leaving) -> None:
+        now, turns = self._turns.now(), self._turns
+        target = self._state.place_idle(name, source, turns.rollout.arm_of(name, None), now)
+        if target is None:
+            self.counts["no_target"] += 1
+            return
+        line = turns.lines.of(target.id)
+        address = turns.lines.read_by(target, source, turns.worker_names)
+        if line is None or address is None or target.unit is None:
+            self.counts["unreachable"] += 1
+            return
+        leaving.under_way += 1
+        moving = self._move(name, source, target.id, Take(name, address))
+        task = asyncio.get_running_loop().create_task(moving)
+        self._tasks.add(task)
+
+        def over(done: asyncio.Task[None]) -> None:
+            leaving.under_way -= 1
+            self._tasks.discard(done)
+
+        task.add_done_callback(over)
+
+    async def _move(self, name: SessionId, source: Worker, target: WorkerId, take: Take) -> None:
+        line = self._turns.lines.of(target)
+        said = None if line is None else await line.ask(take, TAKE_S)
+        self.counts[_end_of(said)] += 1
+        units = [one.unit for one in self._state.fleet if one.id == target]
+        if not isinstance(said, SessionTaken) or not units or units[0] is None:
+            return
+        if said.epoch is not None:
+            self._turns.told(Claimed(name, units[0], said.epoch, said.version))
+        self._turns.told(TakenOver(name, units[0], source.id, said.tokens))
+
+
+def _lends(worker: Worker) -> bool:
+    return Tier.DEVICE in worker.profile.lends
+
+
+def _end_of(said: Said | None) -> str:
+    match said:
+        case SessionTaken():
+            return "taken"
+        case Reject(reason):
+            return reason.value
+        case _:
+            return "no_answer"
