@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,36 @@ def test_each_session_goes_on_with_its_state_as_one_worker_after_the_other_leave
             assert code == 0
         gateway.state.check()
 
-    async def over_a_gateway() -> None:
+    over_a_gateway(workers, play)
+
+
+def test_a_worker_is_left_by_sessions_of_which_no_turn_comes(workers: list[WorkerProcess]) -> None:
+    """Without a directory: the gateway's own table, and their owner's word."""
+
+    async def play(gateway: Gateway, client: httpx.AsyncClient) -> None:
+        agents = [Agent(client, number) for number in range(SESSIONS)]
+        for agent in agents:
+            await agent.turn()
+        leaving = next(worker for worker in workers[:2] if worker.name in {a.at for a in agents})
+        stood_there = [agent for agent in agents if agent.at == leaving.name]
+        leaving.process.send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(leaving.process.wait, WAIT_S / 2)
+        assert code == 0, "it is empty long before its timeout"
+        assert gateway.moves.counts["taken"] == len(stood_there), gateway.moves.counts
+        for agent in stood_there:
+            cached, known = await agent.turn()
+            assert agent.at != leaving.name
+            assert cached >= known // 64 * 64 - 64
+        gateway.state.check()
+
+    over_a_gateway(workers, play)
+
+
+def over_a_gateway(
+    workers: list[WorkerProcess],
+    play: Callable[[Gateway, httpx.AsyncClient], Coroutine[None, None, None]],
+) -> None:
+    async def over() -> None:
         config = Config(
             workers=tuple(parse_worker(worker.url) for worker in workers),
             policy="ownerserve",
@@ -115,7 +144,7 @@ def test_each_session_goes_on_with_its_state_as_one_worker_after_the_other_leave
         finally:
             await gateway.stop()
 
-    asyncio.run(over_a_gateway())
+    asyncio.run(over())
 
 
 def test_a_second_signal_ends_it_at_once(workers: list[WorkerProcess]) -> None:
