@@ -70,12 +70,12 @@ ROWS = [
     # One answer that is lost is asked for again.
     *(Row(step, "P silent", BROUGHT) for step in ("lend asked", "lend answered", "more asked")),
     *(Row("compute", fate, ("brings: no_peer",)) for fate in LIVES),
-    *(Row("compute on", fate, LOST) for fate in LIVES),
+    *(Row("compute on", fate, (*LOST, "brings: no_peer")) for fate in LIVES),
     *(Row("bytes", fate, LOST) for fate in LIVES),
     *(Row("return asked", fate, BROUGHT) for fate in LIVES),
     *(
         Row(step, fate, ())
-        for step in ("order asked", "order answered", "lend answered", "more asked", "bytes")
+        for step in ("order asked", "order answered")
         for fate in ("D killed", "D frozen")
     ),
 ]
