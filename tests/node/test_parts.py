@@ -8,6 +8,10 @@ from ownerserve.kv.messages import RestoreAction
 from ownerserve.kv.prefix import pack
 from ownerserve.node.vocabulary.events import Fetch, RestoreOutcome, Tick, TurnGone
 from ownerserve.node.vocabulary.settings import NodeSettings
+from ownerserve.plan.cost.prices import Prices
+from ownerserve.plan.inputs import RestoreQuery
+from ownerserve.plan.outcome import RestorePlan
+from ownerserve.plan.restore import Planner
 from tests.support.node.node_driver import B, NodeDriver
 
 PART = 4
@@ -39,6 +43,15 @@ def running(driver: NodeDriver, blocks: int) -> TurnId:
     assert isinstance(driver.cache.begin(Turn(blocker, None, event.tokens), driver.now), Begun)
     assert driver.cache.reserve(blocker, blocks * B, driver.now) == ()
     return blocker
+
+
+def idle(driver: NodeDriver, blocks: int) -> None:
+    """A turn has run and left so many blocks, for which nobody is known to come back."""
+    turn, cache = Turn(TurnId("idle"), None, pack(range(80_000, 80_000 + blocks * B))), driver.cache
+    assert isinstance(cache.begin(turn, driver.now), Begun)
+    assert cache.reserve(turn.turn_id, blocks * B, driver.now) == ()
+    cache.advance(turn.turn_id, turn.tokens, driver.now)
+    cache.finish(turn.turn_id, driver.now, tip=None)
 
 
 def ends(driver: NodeDriver, blocker: TurnId) -> None:
@@ -79,6 +92,21 @@ def test_each_part_is_reserved_read_and_committed_by_itself() -> None:
     assert report.brought_tokens == 10 * B
     assert driver.run(turn).restored == 10 * B
     driver.check()
+
+
+def test_the_parts_of_a_session_are_planned_once() -> None:
+    """A plan that loads though computing is said to cost less would not be made again."""
+    driver = with_stored(LONG, blocks=16)
+    plan, planned = driver.state.restores.trials.plan, list[RestoreQuery]()
+
+    def watched(planner: Planner, query: RestoreQuery, prices: Prices) -> RestorePlan:
+        planned.append(query)
+        return plan(planner, query, prices)
+
+    driver.state.restores.trials.plan = watched  # type: ignore[method-assign]
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED and len(planned) == 1
 
 
 def test_whole_is_one_part() -> None:
@@ -170,16 +198,12 @@ def test_what_has_come_goes_after_what_is_idle() -> None:
     answer_next(driver)
     answer_next(driver)
     driver.now += 1.0
-    idle, cache = Turn(TurnId("idle"), None, pack(range(8000, 8000 + 4 * B))), driver.cache
-    assert isinstance(cache.begin(idle, driver.now), Begun)
-    assert cache.reserve(idle.turn_id, 4 * B, driver.now) == ()
-    cache.advance(idle.turn_id, idle.tokens, driver.now)
-    cache.finish(idle.turn_id, driver.now, tip=None)
+    idle(driver, blocks=4)
     driver.pending.clear()  # the second part never comes
     driver.now += IN_PARTS.restore_deadline_s
     driver.handle(Tick())
     assert driver.reports[turn].outcome is RestoreOutcome.LATE and resident(driver, turn) == 4
-    cache.pressure.evict_blocks(4)
+    driver.cache.pressure.evict_blocks(4)
     assert resident(driver, turn) == 4, "though that was used later"
     ends(driver, blocker)
 
@@ -291,12 +315,10 @@ def test_a_prefetch_takes_no_part_that_is_not_free() -> None:
         for asked in [asked for asked in driver.pending if not isinstance(asked, Fetch)]:
             driver.pending.remove(asked)
             driver.answer(asked)
-    others = Turn(TurnId("others"), None, pack(range(18 * B)))
-    assert isinstance(driver.cache.begin(others, driver.now), Begun)
-    assert driver.cache.reserve(others.turn_id, 18 * B, driver.now) == ()
+    idle(driver, blocks=18)
     evicted = driver.cache.counters.evicted_tokens
     driver.settle()
     assert counts["prefetch_no_room"] == 1 and not counts["prefetch_loaded"]
     assert not reserved(driver) and not driver.pending
     assert driver.cache.counters.evicted_tokens == evicted
-    driver.check()
+    driver.state.check()

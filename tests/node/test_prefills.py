@@ -216,7 +216,7 @@ def test_a_prompt_comes_part_by_part_to_one_reader(
         if end > 4:
             reading = threads.submit(d.transfers.peers.read, part)
         p.step(before, end)
-        outcome, before = reading.result(60), end
+        outcome, before = reading.result(20), end
         assert isinstance(outcome, ReadHit), "it is there as soon as it is computed"
         read += outcome.parts
     assert_all(p, prefix, ReadHit(tuple(read), "peer"), d)
@@ -238,6 +238,7 @@ def test_between_two_parts_a_prompt_may_be_given_up(
     d.transfers.peers.call_off(prefix.turn_id)
     until(lambda: p.aborted, within_s=60, what="P stops")
     until(lambda: not len(p.node.cache.lends), within_s=60, what="the lend is returned")
+    assert d.transfers.counts().brings == {"stopped": 1}
     assert isinstance(d.transfers.peers.read(parts[1]), ReadMiss), "nobody brings it any more"
 
 
