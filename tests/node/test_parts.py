@@ -208,6 +208,22 @@ def test_what_has_come_goes_after_what_is_idle() -> None:
     ends(driver, blocker)
 
 
+def test_a_part_that_begins_inside_a_record_is_no_longer_for_it() -> None:
+    """Two blocks of the first record went: the next part is its other two, and not six."""
+    driver = with_stored(LONG, blocks=16)
+    blocker = running(driver, blocks=9)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    assert resident(driver, turn) == 4
+    driver.cache.pressure.evict_blocks(2)
+    driver.idle(0.0)
+    assert turn not in driver.reports, "it was let on into room that there is"
+    assert resident(driver, turn) == 4
+    ends(driver, blocker)
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    driver.check()
+
+
 def test_what_came_and_went_again_is_brought_once_more() -> None:
     driver = with_stored(LONG, blocks=16)
     blocker = running(driver, blocks=7)

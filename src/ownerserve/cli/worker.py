@@ -261,8 +261,8 @@ if TYPE_CHECKING:
     type=click.IntRange(0),
     default=8192,
     show_default=True,
-    help="A session's state comes back in parts of about so many tokens, each into room of its own;"
-    " 0: all at once.",
+    help="A session's state comes back in parts of so many tokens at most, each into room of its"
+    " own; 0: all at once.",
 )
 @curve_key_option
 @click.option(

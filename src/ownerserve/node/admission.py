@@ -288,7 +288,9 @@ class RoomQueue:
         settings: NodeSettings,
     ) -> None:
         block, part = cache.layout.block_tokens, settings.part_tokens
-        self.part_blocks = -(-(part + settings.step_tokens) // block) if part else None
+        part_blocks = max(-(-part // block), settings.record_blocks)
+        step_blocks = -(-settings.step_tokens // block)
+        self.part_blocks = part_blocks + step_blocks if part else None
         self._cache = cache
         self._walks = walks
         self._held_blocks = held_blocks

@@ -447,9 +447,9 @@ def brought_tokens(
 def next_part(
     readings: tuple[RecordRead, ...], *, goal: int, blocks: int
 ) -> tuple[tuple[RecordRead, ...], int]:
-    """Return the first of `readings`, which lead up to depth `goal`, that bring `blocks` blocks or
-    up to a record more, and the depth that they reach. Point state comes with the last ones, since
-    it is of use behind all others only; 0 blocks: all is one part.
+    """Return the first of `readings`, which lead up to depth `goal`, that bring `blocks` blocks at
+    most, and a whole record at least, and the depth that they reach. Point state comes with the
+    last ones, since it is of use behind all others only; 0 blocks: all is one part.
 
         readings    [==== main ====][==== main ====][== main ==]  point
         part        `------------- blocks --------->|
@@ -458,7 +458,8 @@ def next_part(
     if not blocks or not ranges:
         return readings, goal
     first = min(reading.first for reading in ranges)
-    end = min((r.end for r in ranges if r.end - first >= blocks), default=goal)
+    ends = {reading.end for reading in ranges}
+    end = max((at for at in ends if at - first <= blocks), default=min(ends))
     if end >= goal:
         return readings, goal
     return tuple(reading for reading in ranges if reading.end <= end), end

@@ -22,7 +22,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     restore_deadline_s  after that a restore is given up and its turn computes instead
     room_wait_s         how long a turn waits for room for its prompt before its state is brought
     attempts            restores tried for one turn: the second one plans without what failed
-    part_tokens         a restore comes in parts of at least so many tokens, each of which is
+    part_tokens         a restore comes in parts of so many tokens at most, of whole records, each
                         reserved, read and committed by itself; 0: all of it is one
     step_tokens         what a step of the engine may take: a part comes where that is left too
     least_fetched       blocks of range state that a load brings at least, resident or not: an
