@@ -112,9 +112,9 @@ class Moves:
         units = [one.unit for one in self._state.fleet if one.id == target]
         if not isinstance(said, SessionTaken) or not units or units[0] is None:
             return
+        self._turns.told(TakenOver(name, units[0], source.id, said.tokens))
         if said.epoch is not None:
             self._turns.told(Claimed(name, units[0], said.epoch, said.version))
-        self._turns.told(TakenOver(name, units[0], source.id, said.tokens))
 
 
 def _lends(worker: Worker) -> bool:
