@@ -67,10 +67,6 @@ SETTLES_S = 0.2
 """A turn that has just ended is counted within this time."""
 
 
-MoveTold = Callable[[Moved | Reject], None]
-"""Hears once what came of a hand-over; on any thread, it must neither wait nor raise."""
-
-
 class OwnedAs(Protocol):
     """An `OwnedAs` is what a unit owns of a session."""
 
