@@ -32,7 +32,7 @@ pytestmark = pytest.mark.engine
 B = 16
 PART = 8
 """Blocks of a part, and of a record."""
-WAIT_S = 300.0
+WAIT_S = 120.0
 
 
 def most_reserved(rig: Rig) -> list[int]:
@@ -77,7 +77,7 @@ def test_who_was_preempted_for_a_part_runs_on_once_it_has_come(
     monkeypatch.setattr(TieredStore, "read", slow)
 
     async def scenario() -> tuple[Any, Any]:
-        older = asyncio.create_task(rig.ask(request("older", text(20 * B, seed=7), new=14 * B)))
+        older = asyncio.create_task(rig.ask(request("older", text(24 * B, seed=7), new=12 * B)))
         while not rig.cache.running:
             await asyncio.sleep(0.001)
         later = asyncio.create_task(rig.ask(request("later", text(500, seed=1), session="s")))
