@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ownerserve.cache.outcomes import Begun, Turn
-from ownerserve.kv.ids import TurnId
-from ownerserve.kv.messages import RestoreAction
+from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
+from ownerserve.kv.messages import RestoreAction, RoutingUnit
 from ownerserve.kv.prefix import pack
-from ownerserve.node.vocabulary.events import Fetch, RestoreOutcome, Tick, TurnGone
+from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.node.vocabulary.chains import prefix_of
+from ownerserve.node.vocabulary.events import Fetch, RestoreOutcome, SessionComing, Tick, TurnGone
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.plan.inputs import RestoreQuery
@@ -308,6 +310,19 @@ def test_52_sessions_over_room_for_one_and_a_half_all_go_on_in_order() -> None:
     assert ran == turns and most <= 2 * PART
     assert all(driver.reports[turn].outcome is RestoreOutcome.LOADED for turn in turns)
     driver.check()
+
+
+def test_a_session_that_comes_takes_for_each_part_the_room_that_a_turn_would() -> None:
+    """It is awaited here: what nobody is known to come back for makes way."""
+    driver = with_stored(LONG, blocks=16)
+    idle(driver, blocks=12)
+    comes = TurnId("comes")
+    lender = LenderAddress(RoutingUnit(WorkerId("s"), 0, Incarnation(1)), "tcp://s:1")
+    driver.handle(SessionComing(comes, SessionId("s0"), prefix_of(LONG, B).hashed, lender))
+    driver.settle()
+    assert driver.cache.match(pack(LONG)).range_tokens == 10 * B
+    assert comes not in driver.state.coming and not reserved(driver)
+    driver.state.check()
 
 
 def test_a_prefetch_takes_no_part_that_is_not_free() -> None:

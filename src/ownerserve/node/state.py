@@ -378,13 +378,16 @@ class NodeState:
             if event.turn_id in self._turns:
                 self.room_queue.back(event.turn_id, now)
             else:
-                effects += self._prefetch_on(event, now)
+                effects += self._unlined_on(event, now)
         return effects + self._let_on(now)
 
-    def _prefetch_on(self, event: TurnArrived, now: float) -> list[Effect]:
-        """Bring the next part of a prefetch into room that is free, or end it with those it has."""
-        free = self.cache.occupancy.blocks.free
-        if not len(self.room_queue) and free >= (self.room_queue.part_blocks or 0):
+    def _unlined_on(self, event: TurnArrived, now: float) -> list[Effect]:
+        """Bring the next part of what no turn waits for, or end it with those it has: of a prefetch
+        into room that is free, of a session that comes into what can be had, while nobody waits."""
+        occupancy = self.cache.occupancy
+        is_coming = event.turn_id in self.coming
+        room = occupancy.obtainable_blocks() if is_coming else occupancy.blocks.free
+        if not len(self.room_queue) and room >= (self.room_queue.part_blocks or 0):
             return self._restore(event, now)
         return list(self.restores.stop(event.turn_id, now))
 

@@ -27,6 +27,9 @@ class ComingSessions:
     def __init__(self) -> None:
         self._under_way: set[TurnId] = set()
 
+    def __contains__(self, turn_id: TurnId) -> bool:
+        return turn_id in self._under_way
+
     def begin(self, event: SessionComing) -> TurnArrived:
         """Return the turn that nobody will run, and that the state is brought for."""
         self._under_way.add(event.turn_id)

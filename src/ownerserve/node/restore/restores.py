@@ -321,8 +321,7 @@ class Restores:
         complete = next((p.position for p in match.points if not p.lacks), 0) // self._block
         if not self._names.point_names:
             complete = min(cap, match.range_tokens // self._block)
-        within_s = event.within_s
-        deadline_s = now + (self._settings.restore_deadline_s if within_s is None else within_s)
+        deadline_s = now + self._within_s(event)
         names = self._names.of(event.tenant)
         if complete >= cap:
             pending = PendingRestore(event, names, (), now, deadline_s)
@@ -514,7 +513,7 @@ class Restores:
         pending.room = reserved
         pending.phase, operation_id = RestorePhase.BRINGING, self._begin(pending)
         wants = tuple(reading.want for reading in pending.readings)
-        until_s = now + self._settings.restore_deadline_s
+        until_s = now + self._within_s(pending.event)
         return [FetchAndFill(turn_id, operation_id, wants, self._fillings(pending), until_s)]
 
     def _fetched(self, event: Fetched) -> Iterable[Effect]:
@@ -564,11 +563,15 @@ class Restores:
         self.between.append(pending.event)
         return ()
 
+    def _within_s(self, event: TurnArrived) -> float:
+        """Return how long what is brought for the turn may take."""
+        return self._settings.restore_deadline_s if event.within_s is None else event.within_s
+
     def _go_on(self, pending: PendingRestore, now: float) -> Iterable[Effect]:
         """Bring the next part, for which there is room now. What had been brought and is gone is
         planned anew, until as much has gone as there was to bring."""
         turn_id = pending.event.turn_id
-        pending.deadline_s = now + self._settings.restore_deadline_s
+        pending.deadline_s = now + self._within_s(pending.event)
         if pending.order is not None:
             pending.deadline_s += ORDER_S
         match = self._device.match(turn_id, pending.event.tokens)
