@@ -9,12 +9,11 @@ Two hundred here; more, or a range, by hand:
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 
 import pytest
 
-from ownerserve.kv.errors import OwnerServeError
+from tests.support.ranges import play_range
 from tests.support.transfer_control.mutations import (
     MUTATIONS,
     Instead,
@@ -25,7 +24,6 @@ from tests.support.transfer_control.mutations import (
 from tests.support.transfer_control.world import play
 
 CAUGHT_WITHIN = 2000
-TOLD_EVERY_S = 10.0
 
 
 @pytest.mark.parametrize("first", range(0, 200, 10))
@@ -54,32 +52,11 @@ def test_a_missing_check_is_noticed(mutation: Instead) -> None:
     assert first_caught(mutation, likely_first(mutation, CAUGHT_WITHIN)) is not None
 
 
-def main(low: int, high: int) -> int:
-    """Play a range, tell how far it is, and go on behind a violation; 1 when there was one."""
-    counts, failures = Counter[str](), 0
-    began_s = told_s = time.monotonic()
-    for seed in range(low, high):
-        try:
-            world = play(seed)
-            counts += world.counts
-            counts["events"] += world.net.events
-        except (AssertionError, OwnerServeError, LookupError, ValueError) as error:
-            failures += 1
-            print(f"schedule {seed}: {type(error).__name__}: {error}", flush=True)
-        now_s = time.monotonic()
-        if now_s - told_s >= TOLD_EVERY_S:
-            told_s, done = now_s, seed + 1 - low
-            left_s = (now_s - began_s) / done * (high - seed - 1)
-            print(
-                f"{done:,} of {high - low:,} schedules, {failures} violations, "
-                f"{left_s / 60:.0f} min left",
-                file=sys.stderr,
-                flush=True,
-            )
-    told = ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()))
-    print(f"{high - low:,} schedules, {failures} violations; in them: {told}")
-    return 1 if failures else 0
+def counted(seed: int) -> Counter[str]:
+    """Play one, and return what was in it."""
+    world = play(seed)
+    return world.counts + Counter(events=world.net.events)
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(play_range(counted, int(sys.argv[1]), int(sys.argv[2])))
