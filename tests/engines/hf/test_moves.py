@@ -267,6 +267,8 @@ def test_who_has_another_epoch_or_version_gets_nothing(fleet: Fleet) -> None:
         wish = HandOver(NAME, version, there.unit, epoch)
         assert asked(here, wish) == Reject(reason)
     assert asked(here, Take(NAME, address(here))) == Reject(WorkerRefusal.WRONG_TARGET)
+    serve_at(there, longer, epoch=stands.epoch)  # a guest's: it hands nothing over
+    until(lambda: asked(there, AskSession(NAME)) == Reject(WorkerRefusal.NOT_OWNER))
     assert record(fleet).owner == here.unit
     assert serve_at(here, longer)["mode"] == "direct_append"
 

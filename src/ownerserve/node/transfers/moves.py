@@ -88,6 +88,10 @@ class MovingOwner(Protocol):
         """Return what is owned of the session now; None: nothing."""
         ...
 
+    def owner_of(self, session: SessionId, /) -> object | None:
+        """Return who owns the session, as far as was heard here; None: nothing was."""
+        ...
+
     def hand_over(
         self, asked: HandOver, told: Callable[[Moved | Reject], None], /
     ) -> Reject | None:
@@ -152,6 +156,8 @@ class LeavingSessions:
         """Tell where the session stands, as its last turn here left it."""
         session = self._cache.sessions.get(asked.session_id)
         grant = self._engine.ownership.standing(asked.session_id)
+        if grant is None and self._engine.ownership.owner_of(asked.session_id) is not None:
+            return Reject(WorkerRefusal.NOT_OWNER)
         version = 0 if session is None else session.version
         if session is None or not version:
             return Reject(WorkerRefusal.UNKNOWN_SESSION)
