@@ -171,8 +171,8 @@ def test_a_prompt_is_read_as_it_is_computed(
     p.step(3, 8)
     p.step(8, BLOCKS)
     assert_all(p, prefix, reading.result(60), d)
-    d.transfers.peers.call_off(prefix.turn_id)
     until(lambda: p.prefills.counts["read"] == 1, within_s=60, what="the prompt is given up")
+    d.transfers.peers.call_off(prefix.turn_id)
     assert not p.aborted and not len(p.node.cache.lends)
     counts = d.transfers.counts()
     assert counts.orders == {"accepted": 1} and counts.ordered_bytes["early"] > 0
