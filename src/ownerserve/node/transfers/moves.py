@@ -156,11 +156,11 @@ class LeavingSessions:
         """Tell where the session stands, as its last turn here left it."""
         session = self._cache.sessions.get(asked.session_id)
         grant = self._engine.ownership.standing(asked.session_id)
-        if grant is None and self._engine.ownership.owner_of(asked.session_id) is not None:
-            return Reject(WorkerRefusal.NOT_OWNER)
         version = 0 if session is None else session.version
         if session is None or not version:
             return Reject(WorkerRefusal.UNKNOWN_SESSION)
+        if grant is None and self._engine.ownership.owner_of(asked.session_id) is not None:
+            return Reject(WorkerRefusal.NOT_OWNER)
         tokens = self._cache.residents.tokens_of(asked.session_id)
         if len(tokens) > TOKENS_MAX_BYTES:
             return Reject(WorkerRefusal.TOO_LONG)
