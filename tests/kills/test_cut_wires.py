@@ -45,6 +45,7 @@ from ownerserve.kv.wire.headers import (
     read_answer_line,
 )
 from ownerserve.kv.wire.inventory import Has, Lost, Page
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import (
     LoadStatement,
     ProfileStatement,
@@ -149,10 +150,15 @@ class World:
             asking.send(rpc.encode(request, nonce))
             return rpc.decode_answer(asking.recv()) if asking.poll(1000 * within_s) else None
 
-    def place(self, worker: int, tokens: int, nonce: rpc.Nonce = rpc.NO_NONCE) -> int:
-        held = self.node(worker, rpc.Reserve(TurnId("t"), rpc.Seed(tokens)), nonce)
-        assert isinstance(held, rpc.Reserved), held
-        return held.reservation
+    def place(self, worker: int, tokens: int) -> tuple[int, rpc.Nonce]:
+        """A place at a worker, and under which nonce; asked for anew while its engine is busy."""
+        deadline_s, busy = time.monotonic() + WAIT_S, rpc.Reject(WorkerRefusal.ENGINE_BUSY)
+        while True:
+            nonce = rpc.new_nonce()
+            held = self.node(worker, rpc.Reserve(TurnId("t"), rpc.Seed(tokens)), nonce)
+            if isinstance(held, rpc.Reserved):
+                return held.reservation, nonce
+            assert held in (None, busy) and time.monotonic() < deadline_s, held
 
     def is_held(self, worker: int, place: int) -> bool:
         return isinstance(self.node(worker, rpc.Commit(place)), rpc.Committed)
@@ -505,7 +511,7 @@ def is_asked_for_a_place(world: World) -> bool:
 
 def is_held_longer(world: World) -> bool:
     """Who says that the turn is on its way has its place for as long again."""
-    place = world.place(0, 16)
+    place, _ = world.place(0, 16)
     time.sleep(6.0)
     world.node(0, rpc.Commit(place))
     time.sleep(5.0)
@@ -513,14 +519,13 @@ def is_held_longer(world: World) -> bool:
 
 
 def is_given_back(world: World) -> bool:
-    place = world.place(0, 16)
+    place, _ = world.place(0, 16)
     world.node(0, rpc.Release(place))
     return not world.is_held(0, place)
 
 
 def is_called_off(world: World) -> bool:
-    nonce = rpc.new_nonce()
-    place = world.place(0, 16, nonce)
+    place, nonce = world.place(0, 16)
     world.node(0, rpc.Cancel(nonce))
     return not world.is_held(0, place)
 
@@ -694,7 +699,7 @@ class Wire(NamedTuple):
 
 
 def is_a_place_known_by_its_number(world: World) -> bool:
-    place = world.place(0, 16)
+    place, _ = world.place(0, 16)
     try:
         return place != 0 and world.is_held(0, place)
     finally:
