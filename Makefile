@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# What is installed is compiled as it is first imported: to compile all of torch takes minutes of CPU.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 # Other engines, each in an environment of its own; the stamp names the version.
 VLLM       := .venv-vllm/.vllm-0.32.0
@@ -36,13 +37,16 @@ demo: setup      ## gateway + two workers + an agent workload, end to end
 	$(BIN)/ownerserve demo
 
 # Each test is in one of these three; .ci/run runs all. What failed is run once more, alone (the tool says when).
+# SHARE=7/3 of a suite: of each test's cases one in three, others with another number (tests/support/shares.py).
 RUN_TESTS   := $(BIN)/python tools/run_tests.py
+SHARE       ?= 0/1
 
 test: setup      ## the tests that are fast: no engine, no kills; minutes
 	$(RUN_TESTS) -n auto --maxprocesses 4 --dist loadfile -m "not vllm and not engine and not slow and not crash"
 
 test-all: setup  ## the rest of those that need no GPU and no vLLM: with the reference engine, kills, slow ones
-	$(RUN_TESTS) -n auto --maxprocesses 2 --dist loadfile -m "not vllm and (engine or slow or crash)"
+	$(RUN_TESTS) -p tests.support.shares --share $(SHARE) \
+		-n auto --maxprocesses 2 --dist loadfile -m "not vllm and (engine or slow or crash)"
 
 MINUTES     ?= 10
 
@@ -59,7 +63,7 @@ test-core: setup ## the decision layers alone: no torch, no disk, in 15 s of CPU
 VLLM_TESTS  := tests/vllm tests/engines/vllm tests/cli/test_doctor.py tests/cli/test_demo_vllm.py
 
 test-vllm: setup $(VLLM) ## real vLLM on the CPU, in its own environment
-	$(RUN_TESTS) -m vllm $(VLLM_TESTS)
+	$(RUN_TESTS) -p tests.support.shares --share $(SHARE) -m vllm $(VLLM_TESTS)
 
 test-clients: setup $(GUIDELLM) $(AIPERF) ## GuideLLM 0.8.1 and AIPerf 0.13.0 before a gateway over two workers
 	$(BIN)/python -m pytest tests/gateway/test_load_generators.py
@@ -158,7 +162,7 @@ SGLANG_NEEDS := orjson psutil pybase64 requests triton pillow starlette msgspec 
 CORE_NEEDS    = msgspec xxhash blake3 pyzmq zstandard httptools uvloop rich click
 TEST_NEEDS    = pytest hypothesis
 LMCACHE_NEEDS = aiofile aiofiles nvtx redis sortedcontainers opentelemetry-exporter-prometheus
-FOREIGN_PIP   = -m pip install --quiet --disable-pip-version-check
+FOREIGN_PIP   = -m pip install --quiet --disable-pip-version-check --no-compile
 
 $(SGLANG):
 	$(PYTHON) -m venv .venv-sglang
