@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# What is installed is compiled as it is first imported: to compile all of torch takes minutes of CPU.
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+# Compiled files are kept: every process that a test starts would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # Other engines, each in an environment of its own; the stamp names the version.
 VLLM       := .venv-vllm/.vllm-0.32.0
@@ -162,7 +163,7 @@ SGLANG_NEEDS := orjson psutil pybase64 requests triton pillow starlette msgspec 
 CORE_NEEDS    = msgspec xxhash blake3 pyzmq zstandard httptools uvloop rich click
 TEST_NEEDS    = pytest hypothesis
 LMCACHE_NEEDS = aiofile aiofiles nvtx redis sortedcontainers opentelemetry-exporter-prometheus
-FOREIGN_PIP   = -m pip install --quiet --disable-pip-version-check --no-compile
+FOREIGN_PIP   = -m pip install --quiet --disable-pip-version-check
 
 $(SGLANG):
 	$(PYTHON) -m venv .venv-sglang

@@ -85,6 +85,8 @@ def test_who_was_preempted_for_a_part_runs_on_once_it_has_come(
             await asyncio.sleep(0.001)
         while not rig.scheduler.counts.preemptions:
             await asyncio.sleep(0.001)
+        while not rig.scheduler._starved:  # noqa: SLF001  # it has looked for room in vain
+            await asyncio.sleep(0.001)
         may_read.set()
         [first] = await asyncio.wait_for(older, WAIT_S)
         [second] = await asyncio.wait_for(later, WAIT_S)
