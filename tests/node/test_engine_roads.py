@@ -108,6 +108,15 @@ def test_what_an_engine_left_unfinished_is_a_miss_and_its_part_of_the_arena_is_u
     assert far.transfers.counts().brings.keys() == {"failed"}
 
 
+def test_where_an_engine_fails_the_next_road_brings_it(start: Start) -> None:
+    near, far = start("near", "mooncake"), start("far", "mooncake", "tcp")
+    near.turn(AGENT, PROMPT)
+    TransferEngine.fails = 1000
+    assert isinstance(bring(near, far), ReadHit), far.transfers.counts()
+    assert set(far.transfers.counts().brought_bytes) == {"tcp"}
+    assert arena_of(far).abandoned_total > 0
+
+
 def test_a_late_write_stays_in_the_arena_which_is_free_again_once_it_has_ended(
     start: Start,
 ) -> None:
