@@ -17,7 +17,7 @@ MOONCAKE   := .venv-mooncake/.mooncake-0.3.13.post1-tested
 NIXL       := .venv-nixl/.nixl-1.5.1-tested
 ROUTERS    := .venv-routers/.vllm-router-0.1.17-sglang-router-0.3.2
 
-.PHONY: audit bench-pd bench-transfer bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-engines test-vllm test-vllm-matrix check bench bench-cache bench-store \
+.PHONY: aborts audit bench-pd bench-transfer bench-trust bench-append bench-copies bench-decide bench-hooks bench-replays bench-router help setup core demo mutants mutants-tenth soak test test-all test-clients test-core test-engines test-vllm test-vllm-matrix check bench bench-cache bench-store \
 	bench-vllm bench-sim validate-sim bench-envs clean
 
 help:            ## this list
@@ -233,8 +233,14 @@ $(NIXL):
 	$(@D)/bin/python $(FOREIGN_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@
 
-test-engines: setup $(MOONCAKE) $(NIXL) ## movers over Mooncake and NIXL against the contract of all movers
-	$(BIN)/python -m pytest -q tests/transfer/movers/test_engines.py
+test-engines: setup $(MOONCAKE) $(NIXL) ## Mooncake and NIXL: the contract of all movers, nodes and workers that bring by them
+	$(BIN)/python -m pytest -q tests/transfer/movers/test_engines.py tests/engines/hf/test_bringing_engines.py
+
+ROADS  ?= mooncake nixl
+ABORTS ?= 10000
+
+aborts: setup $(MOONCAKE) $(NIXL) ## reads cut off at random points between real processes, by ROADS (also readv, shm, tcp); ABORTS=300 is short
+	$(BIN)/python -m tests.support.transfer.aborts $(ROADS) --aborts $(ABORTS)
 
 bench-envs: $(SGLANG) $(VLLM) $(LMCACHE) $(ROUTERS) $(MOONCAKE) $(NIXL) ## other systems beside ours, each in an environment of its own
 

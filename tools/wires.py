@@ -63,21 +63,15 @@ OUTSIDE: dict[str, str] = {
 
 ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
-TRANSFER = "issue 20: layouts, movers and control are being built upon it"
+LANDS = "issue 20: what is brought lands as the frame has it; for reads straight into other slots"
+RANKS = "issue 20: no engine of several ranks lends or brings yet: each asks one, for all heads"
+WINDOWS = "issue 20: vLLM lends nothing yet, and no other engine keeps windows in paged blocks"
 
 DEAD: dict[str, str] = {
-    "ownerserve.transfer.layout.joining.join": TRANSFER,
-    "ownerserve.transfer.layout.forms.staged": TRANSFER,
-    "ownerserve.transfer.layout.shards.asks": TRANSFER,
-    "ownerserve.transfer.layout.strided.StridedCopies": TRANSFER,
-    "ownerserve.transfer.layout.known.ring.rows_of": TRANSFER,
-    "ownerserve.transfer.movers.arena.ArenaBook": TRANSFER,
-    "ownerserve.transfer.movers.digests.KeyedBlake3": TRANSFER,
-    "ownerserve.transfer.movers.mooncake.mooncake_mover": TRANSFER,
-    "ownerserve.transfer.movers.nixl.NixlProgress": TRANSFER,
-    "ownerserve.transfer.movers.nixl.nixl_mover": TRANSFER,
-    "ownerserve.transfer.movers.nixl.open_agent": TRANSFER,
-    "ownerserve.transfer.movers.nixl.told_by": TRANSFER,
+    "ownerserve.transfer.layout.forms.staged": LANDS,
+    "ownerserve.transfer.layout.shards.asks": RANKS,
+    "ownerserve.transfer.layout.strided.StridedCopies": LANDS,
+    "ownerserve.transfer.layout.known.ring.rows_of": WINDOWS,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
 }
 

@@ -356,6 +356,8 @@ MISSING_EXTRAS = [
     ("gateway --worker http://127.0.0.1:1 --directory valkey://127.0.0.1:1", "redis", "valkey"),
     ("simulate --sessions 1 --ray auto", "ray", "ray"),
     ("demo", "httpx", "engine"),
+    ("worker --port 0 --transfer-roads mooncake,tcp --allow-remote", "mooncake", "mooncake"),
+    ("worker --port 0 --transfer-roads nixl,tcp --allow-remote", "nixl", "nixl"),
     ("evaluate --list", "matplotlib", "report"),
 ]
 
@@ -367,6 +369,12 @@ def test_a_missing_extra_is_named_with_the_mend(
     answer = shop.run(words.split(), blocked=package)
     assert not fault(answer, "", named=[package], refused=True), answer
     assert f"pip install 'ownerserve[{extra}]'" in answer["err"]
+
+
+@pytest.mark.parametrize("road", ["mooncake", "nixl"])
+def test_a_road_that_asks_nobody_needs_the_operators_word(shop: Shop, road: str) -> None:
+    answer = shop.run(["worker", "--port", "0", "--transfer-roads", f"tcp,{road}"])
+    assert not fault(answer, "", named=["--transfer-roads", "--allow-remote"], refused=True), answer
 
 
 @pytest.mark.parametrize("words", ["doctor", "simulate --help", "gateway --help", "store --help"])

@@ -238,7 +238,25 @@ if TYPE_CHECKING:
     show_default=True,
     metavar="ROADS",
     help="How it reads other workers' KV, tried in that order: shm and readv reach workers of this"
-    " host (`ownerserve transfer check` says whether they are open), tcp all.",
+    " host, tcp all, mooncake and nixl those that name them too (`ownerserve transfer check` says"
+    " what is open here). Who names mooncake or nixl is read by them too, by whoever reaches their"
+    " ports, on every address: they need --allow-remote.",
+)
+@click.option(
+    "--transfer-arena",
+    default="256MiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Memory into which mooncake and nixl write, and nothing else does: what may be written"
+    " late, after a failure, is abandoned there.",
+)
+@click.option(
+    "--transfer-digest",
+    type=click.Choice(["xxh3", "blake3"]),
+    default="xxh3",
+    show_default=True,
+    help="What verifies KV that came from another worker: xxh3 finds accidents; blake3, under the"
+    " key of --curve-key-file, forgery too, and costs more. All of a fleet use the same.",
 )
 @click.option(
     "--prefill-peer",
@@ -316,7 +334,8 @@ if TYPE_CHECKING:
 @click.option(
     "--allow-remote",
     is_flag=True,
-    help="Allow a --host beyond loopback: nothing is asked, so let gateways alone reach it.",
+    help="Allow a --host beyond loopback, where nothing is asked: let gateways alone reach it; and"
+    " mooncake and nixl among --transfer-roads: let workers alone reach those.",
 )
 @json_option
 def command(json_target: str | None, **flags: object) -> None:
@@ -446,15 +465,23 @@ def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
 
 def _place(flags: dict[str, object], key: FleetKey | None) -> TransferPlace:
     """Return where other workers read this one."""
+    from ownerserve.node.transfers.engines import ENGINES
     from ownerserve.node.transfers.opening import TransferPlace
 
     roads = tuple(name.strip() for name in str(flags["transfer_roads"]).split(","))
+    open_to_all = [name for name in roads if name in ENGINES]
+    if open_to_all and not flags["allow_remote"]:
+        problem = f"{open_to_all[0]} listens on every address, and nothing is asked there"
+        mend = "give --allow-remote, on a network where workers alone reach it"
+        raise InvalidInput("--transfer-roads", problem, mend)
     place = TransferPlace(
         str(flags["transfer_host"]),
         int(str(flags["transfer_port"])),
         key=key,
         roads=roads,
         prefill_peers=_prefill_peers(flags),
+        arena_bytes=_size(flags, "transfer_arena"),
+        digest=str(flags["transfer_digest"]),
     )
     place.check()
     return place

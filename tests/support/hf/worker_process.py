@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,24 @@ Send = Callable[[socket.socket, bytes], None]
 
 
 class WorkerProcess:
-    """Started and ready when made; it keeps and loads by the prices of an unmeasured engine."""
+    """Started and ready when made; it keeps and loads by the prices of an unmeasured engine. `env`
+    is the environment of its process; None: this one's, with our code."""
 
-    def __init__(self, folder: Path, name: str, directory: str | None, *flags: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        directory: str | None,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         ready = folder / f"{name}.ready"
         owning = () if directory is None else ("--directory", directory)
         self.process = subprocess.Popen([
             sys.executable, "-m", "tests.support.hf.assumed", "worker", "--model", "tiny-qwen3",
             "--kv-memory", "8MiB", "--port", "0", "--rpc-port", "0", "--worker-id", name,
             *owning, *flags, "--threads", "1", "--ready-file", str(ready),
-        ], env=importing())  # fmt: skip
+        ], env=env or importing())  # fmt: skip
         try:
             self._meet(ready)
         except BaseException:

@@ -77,6 +77,7 @@ class Node:
         roads: tuple[str, ...] = ROADS,
         pending_tokens: int = 0,
         life: int = 1000,
+        place: TransferPlace | None = None,
     ) -> None:
         self.cache = HeteroCache(LAYOUT, {"dense": slots, "swa": slots}, 4)
         self.chains = Chains.of(NAMES)
@@ -89,8 +90,9 @@ class Node:
         told = tuple(region(SECTIONS[of], memory, slots) for of, memory in self.memory.items())
         self.lending = Lending(self.cache, NAMES, self.chains, regions=lambda: told)
         self.unit = RoutingUnit(WorkerId(name), 0, Incarnation(life))
+        place = place or TransferPlace(roads=roads)
         self.transfers = NodeTransfers(
-            self.unit, self.lending, SECTIONS, block_tokens=B, place=TransferPlace(roads=roads)
+            self.unit, self.lending, SECTIONS, block_tokens=B, place=place
         )
         self._thread = ThreadPoolExecutor(1, "engine")
         self.transfers.start(self.between)

@@ -256,6 +256,20 @@ def test_a_road_that_is_closed_is_left_for_the_next_one() -> None:
     assert one.over().end is BringEnd.UNABLE
 
 
+@pytest.mark.parametrize("reason", [ReadFailure.LATE, ReadFailure.PEER_LOST])
+def test_a_road_whose_writer_may_write_on_is_left_for_the_next_one(reason: ReadFailure) -> None:
+    one = OneTarget()
+    one.want((wanted(b"a"),), roads=(RDMA, TCP))
+    one.open(published(b"a"))
+    read = one.one(StartRead)
+    assert read.road == "rdma"
+    one.tell(ReadEnded(ReadUnproven(read.number, reason)))
+    again = one.one(StartRead)
+    assert again.road == "tcp" and again.goal is ReadGoal.BLOCKS
+    one.land(again)
+    assert one.of(CommitRoom), "nothing of it is written by the other road"
+
+
 def test_a_piece_is_tried_so_often() -> None:
     one = OneTarget()
     one.want((wanted(b"a"),))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import select
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from ownerserve.kv.listening import LOOPBACK
 from ownerserve.kv.regions import SharedMemory
 from ownerserve.report.transfer_table import RoadFound, RoadState
 from ownerserve.transfer.movers.digests import Xxh3
+from ownerserve.transfer.movers.engines import MISSING_LIBRARY, MODULES
 from ownerserve.transfer.movers.peers import own_name, started_ticks
 from ownerserve.transfer.movers.port import Mover
 from ownerserve.transfer.movers.process_name import ProcessName
@@ -38,7 +38,6 @@ from ownerserve.transfer.movers.tcp.handshake import TransferKey
 from ownerserve.transfer.movers.tcp.server import TcpServer
 from ownerserve.transfer.vocabulary import Ended, FramePiece, Read, ReadFailed, ReadLanded, Runs
 
-_LIBRARY = re.compile(r"(lib\S+\.so\S*): cannot open shared object file")
 READ_S = 10.0
 IMPORT_S = 60.0
 _SHM_NEEDS = (
@@ -189,13 +188,13 @@ class Engine(NamedTuple):
 ENGINES = (
     Engine(
         "mooncake",
-        "mooncake.engine",
+        MODULES["mooncake"],
         ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
         "pip install 'ownerserve[mooncake]'",
     ),
     Engine(
         "nixl",
-        "nixl._api",
+        MODULES["nixl"],
         ("nixl", "nixl-cu12", "nixl-cu13"),
         "pip install 'ownerserve[nixl]' (beside a CPU build of torch: --no-deps nixl nixl-cu12)",
     ),
@@ -210,7 +209,7 @@ def engine_road(engine: Engine) -> RoadFound:
     said = f"{engine.road} {_version(engine)}"
     problem = _import_problem(engine.module)
     if problem:
-        lacks = _LIBRARY.search(problem)
+        lacks = MISSING_LIBRARY.search(problem)
         mend = f"install the system's package of {lacks[1]}" if lacks else engine.mend
         return RoadFound(engine.road, RoadState.CLOSED, f"{said}: {problem}", mend)
     if importlib.util.find_spec(f"ownerserve.transfer.movers.{engine.road}") is None:

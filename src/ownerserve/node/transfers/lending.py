@@ -89,13 +89,19 @@ class Lending:
         self._cache = cache
         self._names = names
         self._chains = chains
-        self._regions = regions
+        self.regions = regions
+        """Where the components lie now, as the engine's thread may ask."""
         self._known: tuple[Region, ...] = ()
         self._places: dict[str, RegionPlaces] = {}
         self._lent: dict[int, Mapping[bytes, LentArtifact]] = {}
         self._process = own_name()
         self.address = ""
         """Where this process's mover serves, as lends say it."""
+        self.engines: Mapping[str, str] = {}
+        """How its engines are reached, by which readers of other hosts read by address too."""
+        self.lends: Callable[[], None] = lambda: None
+        self.rests: Callable[[], None] = lambda: None
+        """Hear when something is lent, and when nothing is any more."""
         self.turns: TurnsLent | None = None
         """What is computed here for others; None: nothing is."""
         self.ended: Callable[[int], None] = lambda ticket: None
@@ -154,13 +160,16 @@ class Lending:
 
     def end(self, ticket: int) -> None:
         """End the ticket; one that is over is no error."""
-        self._lent.pop(ticket, None)
+        was_lent = self._lent.pop(ticket, None) is not None
         self._cache.lends.end(ticket)
         self.ended(ticket)
+        if was_lent and not self._lent:
+            self.rests()
 
     def cover(self, ticket: int, artifacts: Mapping[bytes, LentArtifact]) -> None:
         """Let these be read under the ticket too."""
         self._lent[ticket] = {**self._lent.get(ticket, {}), **artifacts}
+        self.lends()
 
     def lent(self, ticket: int, artifact: bytes) -> LentArtifact | None:
         """Return where an artifact lies that may be read under the ticket; None: it may not be."""
@@ -187,7 +196,7 @@ class Lending:
         return self._cache.lends.stands(ticket)
 
     def memory(self, ticket: int, ids: Iterable[bytes] | None = None) -> bytes:
-        """Return where what the ticket covers lies, or those of `ids`, for a reader on this host;
+        """Return where what the ticket covers lies, or those of `ids`, for a reader by address;
         empty: nowhere."""
         lent, regions = self._lent.get(ticket, {}), self._known
         index = {region.section.name: n for n, region in enumerate(regions)}
@@ -196,7 +205,9 @@ class Lending:
             id_: BlocksOfArtifact(index[one.places.region.section.name], one.blocks.tobytes())
             for id_, one in wanted.items()
         }
-        return encode_memory(LentMemory(self._process, regions, blocks)) if blocks else b""
+        if not blocks:
+            return b""
+        return encode_memory(LentMemory(self._process, regions, blocks, self.engines))
 
     @property
     def boot(self) -> str:
@@ -270,7 +281,7 @@ class Lending:
 
     def _places_now(self) -> dict[str, RegionPlaces]:
         """Return each component's places, as the borders between pools stand."""
-        regions = self._regions()
+        regions = self.regions()
         if regions != self._known:
             self._known = regions
             self._places = {region.section.name: RegionPlaces(region) for region in regions}

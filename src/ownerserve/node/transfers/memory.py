@@ -1,9 +1,11 @@
-"""A lend's memory says where it lies in the lender's own memory: what a reader of the same host
-needs to read by address. It goes beside `Lent`, to such readers alone.
+"""A lend's memory says where it lies in the lender's own memory: what a reader needs that reads by
+address. It goes beside `Lent` and `Grown`: to readers of the same host, and to all where an engine
+is open by which others read so too.
 
     process   the lender's, as it is known on its host
     regions   its components' blocks, as addresses of that process
     blocks    of each artifact: which region, and the ids of its blocks
+    engines   how the lender's engines are reached, by the road's name
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class LentMemory(msgspec.Struct, frozen=True, array_like=True):
     process: ProcessName
     regions: tuple[Region, ...]
     blocks: Mapping[bytes, BlocksOfArtifact]
+    engines: Mapping[str, str] = {}
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -68,6 +71,11 @@ class LenderPlaces:
     def process(self) -> ProcessName:
         """Return the lender's process."""
         return self._memory.process
+
+    @property
+    def engines(self) -> Mapping[str, str]:
+        """Return how the lender's engines are reached, by the road's name."""
+        return self._memory.engines
 
     def shared(self) -> SharedMemory | None:
         """Return the memory object in which all regions lie; None where there is no such one."""

@@ -4,6 +4,7 @@ and brings, and the tier that its peers are. Wiring only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -13,6 +14,7 @@ import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.addresses import parse_endpoint
+from ownerserve.kv.errors import InvalidInput, OwnerServeError
 from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.listening import LOOPBACK
 from ownerserve.kv.messages import RoutingUnit
@@ -29,22 +31,27 @@ from ownerserve.kv.wire.rpc import (
     RpcRequest,
     Take,
 )
+from ownerserve.node.transfers.engines import ARENA_BYTES, NodeEngines, check_engines
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.moves import LeavingSessions, MovingEngine, MovingNode, Takes
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
-from ownerserve.node.transfers.roads import EVERYWHERE, READV, ROADS, NodeRoads
+from ownerserve.node.transfers.roads import EVERYWHERE, READV, ROADS, NodeRoads, kinds_of
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import OnEngine, SourceSide
 from ownerserve.node.transfers.target_side import TargetSide
 from ownerserve.node.transfers.turn_lends import TurnLends
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.transfer.control.events import SourceEvent
-from ownerserve.transfer.movers.digests import Xxh3
+from ownerserve.transfer.movers.arena import ArenaNumbers
+from ownerserve.transfer.movers.digests import Digests, Xxh3, fleet_digests
 from ownerserve.transfer.movers.rights import permit_readers
 from ownerserve.transfer.movers.tcp.handshake import transfer_key
 from ownerserve.transfer.movers.tcp.server import TcpServer
 from ownerserve.transfer.vocabulary import FramePiece, Runs
+
+XXH3 = "xxh3"
+DIGESTS = (XXH3, "blake3")
 
 Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
 
@@ -52,7 +59,9 @@ Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
 class TransferPlace(msgspec.Struct, frozen=True):
     """A `TransferPlace` is where a node is read: an address of this machine, a port (0: a free
     one), and the fleet's key, without which it is on loopback. It reads others by `roads`, tried in
-    that order; with `readv` among them, processes of its user on this machine may read it too.
+    that order; with `readv` among them, processes of its user on this machine may read it too, and
+    with `mooncake` or `nixl` whoever reaches those. Movers of these write into an arena of
+    `arena_bytes`. `digest` is what pieces are verified by, one of DIGESTS, by all of a fleet alike.
     `prefill_peers` are RPC addresses of workers of which one computes a long prompt, where no
     gateway has named one."""
 
@@ -61,12 +70,31 @@ class TransferPlace(msgspec.Struct, frozen=True):
     key: FleetKey | None = None
     roads: tuple[str, ...] = ROADS
     prefill_peers: tuple[str, ...] = ()
+    arena_bytes: int = ARENA_BYTES
+    digest: str = XXH3
 
     def check(self) -> None:
-        """Raise InvalidInput for roads that are none, or peers that have no such address."""
-        NodeRoads(None, self.roads)
+        """Raise InvalidInput for roads that are none or not installed, peers that have no such
+        address, and a digest that needs a key where there is none."""
+        digests_of(self)
+        kinds_of(self.roads)
+        check_engines(self.roads, host=self.host, arena_bytes=self.arena_bytes)
         for peer in self.prefill_peers:
             parse_endpoint(peer, field="prefill-peer", mend="give its tcp://HOST:PORT of RPC")
+
+
+def digests_of(place: TransferPlace) -> Digests:
+    """Return what a piece's bytes are compared by. Raises InvalidInput for a digest that is none,
+    or that needs a key."""
+    if place.digest not in DIGESTS:
+        mend = f"use one of {', '.join(DIGESTS)}"
+        raise InvalidInput("transfer-digest", f"{place.digest!r} is none", mend)
+    if place.digest == XXH3:
+        return Xxh3()
+    if place.key is None:
+        problem = "blake3 is made under the fleet's key, and there is none"
+        raise InvalidInput("transfer-digest", problem, "give --curve-key-file")
+    return fleet_digests(transfer_key(place.key).secret)
 
 
 class TransferCounts(msgspec.Struct, frozen=True):
@@ -84,6 +112,8 @@ class TransferCounts(msgspec.Struct, frozen=True):
     moves: dict[tuple[str, str], int]
     """By `came` and `went`, and how each ended."""
     connections: int
+    arena: ArenaNumbers | None
+    """None: no road needs one."""
 
 
 class NodeTransfers:
@@ -102,17 +132,23 @@ class NodeTransfers:
         self._lending = lending
         self._unit = unit
         self._on_engine: OnEngine = _no_engine
-        key = None if place.key is None else transfer_key(place.key)
+        key, digests = None if place.key is None else transfer_key(place.key), digests_of(place)
         if READV.name in place.roads:
             permit_readers()
         self._server = TcpServer(_Counted(lending, self), place.host, port=place.port, key=key)
         lending.address = f"{place.host}:{self._server.port}"
         self.address = lending.address
-
+        try:
+            self._engines = _engines(unit, lending, place)
+        except OwnerServeError:
+            self._server.close()
+            raise
+        opened, arena = self._engines.opened, self._engines.arena
+        roads = NodeRoads(key, place.roads, engines=opened, arena=arena, digests=digests)
         self.service = TransferService(
             lambda loop: (
-                SourceSide(unit, lending, self._on_engine, digests=Xxh3(), loop=loop),
-                TargetSide(unit, sections, NodeRoads(key, place.roads), key=place.key, loop=loop),
+                SourceSide(unit, lending, self._on_engine, digests=digests, loop=loop),
+                TargetSide(unit, sections, roads, key=place.key, loop=loop),
             )
         )
         self.peers = Peers(self.service, sections, block_tokens)
@@ -158,6 +194,7 @@ class NodeTransfers:
         """End all lends and brings, and free the port."""
         self.service.stop()
         self._server.close()
+        self._engines.close()
 
     def answering(self, others: Answerer) -> Answerer:
         """Return what answers peers here, and leaves everything else to `others`."""
@@ -197,7 +234,7 @@ class NodeTransfers:
 
     def counts(self) -> TransferCounts:
         """Return what came of lends and brings; any thread may call."""
-        peers = self.peers
+        peers, arena = self.peers, self._engines.arena
         lends = self.service.source.state.ends.copy() if self._is_started else {}
         return TransferCounts(
             looks=dict(peers.looks),
@@ -210,6 +247,7 @@ class NodeTransfers:
             prefills={} if self.prefills is None else dict(self.prefills.counts),
             moves=self._moves(),
             connections=self._server.connections,
+            arena=None if arena is None else arena.numbers(time.monotonic()),
         )
 
     def _moves(self) -> dict[tuple[str, str], int]:
@@ -243,6 +281,15 @@ class _Counted:
         if stands:
             self._transfers.was_read(ticket)
         return stands
+
+
+def _engines(unit: RoutingUnit, lending: Lending, place: TransferPlace) -> NodeEngines:
+    """Open the engines among the place's roads, and have them read what is lent."""
+    engines = NodeEngines(unit, place.roads, host=place.host, arena_bytes=place.arena_bytes)
+    if engines.opened:
+        lending.engines = engines.register(lending.regions())
+        lending.lends, lending.rests = engines.lends, engines.rests
+    return engines
 
 
 def _no_engine(work: Callable[[], object]) -> Future[object]:

@@ -52,11 +52,11 @@ OnEngine = Callable[[Callable[[], object]], "Future[object]"]
 
 
 class _Question(NamedTuple):
-    """A question is who waits for an answer, and whether on this host; `ticket`: of which lend it
-    asks for more."""
+    """A question is who waits for an answer, and whether it may read by address: it is on this
+    host, or there is an engine; `ticket`: of which lend it asks for more."""
 
     answer: Future[RpcAnswer]
-    is_here: bool
+    by_address: bool
     ticket: int
 
 
@@ -118,9 +118,9 @@ class SourceSide:
             answer.set_result(Reject(WorkerRefusal.MALFORMED))
             return
         self._questions += 1
-        is_here = asked.boot == self._lending.boot
+        by_address = asked.boot == self._lending.boot or bool(self._lending.engines)
         ticket = message.ticket if isinstance(message, More) else 0
-        self._open[self._questions] = _Question(answer, is_here, ticket)
+        self._open[self._questions] = _Question(answer, by_address, ticket)
         if len(self._open) > QUESTIONS_KEPT:
             _, given_up = self._open.popitem(last=False)
             given_up.answer.set_result(Reject(WorkerRefusal.ENGINE_BUSY))
@@ -153,9 +153,9 @@ class SourceSide:
         if question is None:
             return
         memory = b""
-        if question.is_here and isinstance(message, Lent):
+        if question.by_address and isinstance(message, Lent):
             memory = self._lending.memory(message.ticket)
-        elif question.is_here and isinstance(message, Grown):
+        elif question.by_address and isinstance(message, Grown):
             ids = {published.piece.artifact for published in message.pieces}
             memory = self._lending.memory(question.ticket, ids) if ids else b""
         question.answer.set_result(LenderSays(encode_message(message), memory))

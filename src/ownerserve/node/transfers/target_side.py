@@ -46,19 +46,24 @@ from ownerserve.node.transfers.frames import decode_reply, encode_message
 from ownerserve.node.transfers.landing import Landing
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.memory import LenderPlaces
+from ownerserve.node.transfers.read_arena import ReadArena
 from ownerserve.node.transfers.roads import told_address
 from ownerserve.transfer.control.events import (
+    ArenaCopied,
     AskPeer,
     BringOver,
     BringUnwanted,
     BringWanted,
     CancelRead,
     CommitRoom,
+    CopyFromArena,
+    FreeArena,
     FreeRoom,
     PeerAnswered,
     PeerLink,
     QuestionLost,
     ReadEnded,
+    ReadGoal,
     ReserveRoom,
     RoomCommitted,
     RoomReserved,
@@ -79,9 +84,20 @@ from ownerserve.transfer.control.messages import (
     ReaderRank,
 )
 from ownerserve.transfer.control.target import TransferTarget
+from ownerserve.transfer.movers.arena import ArenaFull
 from ownerserve.transfer.movers.peers import own_name
 from ownerserve.transfer.movers.port import Mover
-from ownerserve.transfer.vocabulary import Read, ReadFailed, ReadFailure, ReadLanded, Road
+from ownerserve.transfer.vocabulary import (
+    Ended,
+    Read,
+    ReadFailed,
+    ReadFailure,
+    ReadLanded,
+    ReadQuiet,
+    ReadUnproven,
+    Road,
+    Runs,
+)
 
 log = logging.getLogger("ownerserve.transfer")
 
@@ -100,6 +116,11 @@ class Roads(Protocol):
     @property
     def kinds(self) -> tuple[Road, ...]:
         """Return what roads there are, in order of preference."""
+        ...
+
+    @property
+    def arena(self) -> ReadArena | None:
+        """Return where those write that are not fenced; None: there is none of them."""
         ...
 
     def open(self, road: str, address: str, memory: LenderPlaces | None) -> Mover | None:
@@ -290,6 +311,13 @@ class TargetSide:
                 case CancelRead(number):
                     if (mover := self._reads.get(number)) is not None:
                         mover.cancel(number)
+                case CopyFromArena(number):
+                    assert self._roads.arena is not None, "it was read into"
+                    self._roads.arena.copy(number)
+                    self._later(ArenaCopied(number))
+                case FreeArena(number):
+                    if self._roads.arena is not None:
+                        self._roads.arena.free(number)
                 case CommitRoom(reservation):
                     number, part, landing = self._landings.pop(reservation)
                     self._brings[number].landed(part, landing)
@@ -316,22 +344,37 @@ class TargetSide:
         except InvalidInput as error:
             log.warning("%s is not read: %s", effect.peer.unit.worker, error)
             mover = None
-        if mover is None:
+        goal = None if mover is None else self._goal(effect)
+        if mover is None or goal is None:
             self._later(ReadEnded(ReadFailed(effect.number, ReadFailure.UNABLE)))
             return
         self._reads[effect.number] = mover
-        landing = self._landings[effect.reservation].landing
         mover.start(
             Read(
                 effect.number,
                 effect.ticket,
                 effect.piece,
-                goal=landing.runs(effect.piece),
+                goal=goal,
                 source=source,
                 digest=effect.digest,
                 deadline_s=effect.deadline_s,
             )
         )
+
+    def _goal(self, effect: StartRead) -> Runs | None:
+        """Return where the read writes; None: there is no room in the arena."""
+        runs = self._landings[effect.reservation].landing.runs(effect.piece)
+        if effect.goal is ReadGoal.BLOCKS:
+            return runs
+        arena = self._roads.arena
+        goal = None if arena is None else arena.goal(effect.number, runs)
+        if isinstance(goal, ArenaFull):
+            log.warning(
+                "no room for a read by %s: %d bytes of the arena are free, %d abandoned",
+                effect.road, goal.free_bytes, goal.abandoned_bytes,
+            )  # fmt: skip
+            return None
+        return goal
 
     def _mover(self, effect: StartRead, memory: LenderPlaces | None) -> Mover | None:
         """Return the mover of the read's road to its peer, opened once."""
@@ -352,10 +395,18 @@ class TargetSide:
             self._drop(mover)
             ends += mover.ended()
         for ended in ends:
-            self._reads.pop(ended.number, None)
-            if isinstance(ended, ReadLanded):
-                self.read_bytes += ended.bytes
+            self._note(ended)
             self._handle(ReadEnded(ended))
+
+    def _note(self, ended: Ended) -> None:
+        """Count what a mover said of a read; who may write on has its part of the arena."""
+        if not isinstance(ended, ReadQuiet):
+            self._reads.pop(ended.number, None)
+        if isinstance(ended, ReadLanded):
+            self.read_bytes += ended.bytes
+        elif isinstance(ended, ReadUnproven):
+            assert self._roads.arena is not None, "who is fenced proves it"
+            self._roads.arena.unproven(ended.number, self._loop.time())
 
     def _meet(self, lender: LenderAddress) -> None:
         """Let go of what is open to a former life of the lender's worker: nobody is there."""
@@ -367,7 +418,7 @@ class TargetSide:
         for mover in gone.values():
             self._drop(mover)
             for ended in mover.ended():
-                self._reads.pop(ended.number, None)
+                self._note(ended)
                 self._later(ReadEnded(ended))
         for place in [place for place in self._memory if place[0] == former.unit]:
             del self._memory[place]

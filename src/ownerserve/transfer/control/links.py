@@ -2,7 +2,8 @@
 
     a link fails     not asked for BACKOFF_S, twice as long with each failure that follows, up to
                      BACKOFF_MAX_S; what it answers makes it good
-    a road is UNABLE not tried for ROAD_CLOSED_S
+    a road is UNABLE not tried for ROAD_CLOSED_S; nor one whose writer may write on, if there is
+                     another
 
 Who a peer is, whether its key is right: the mover's and the RPC's to find out. Another life of a
 unit, another address or key is another link.

@@ -323,6 +323,12 @@ class TransferTarget:
                 return road
         return None
 
+    def _has_other(self, bring: OpenBring, road: Road, now: float) -> bool:
+        """Tell whether another road is open to the peer."""
+        assert bring.peer is not None
+        others = (one for one in bring.wanted.roads if one != road)
+        return any(self._links.is_open(bring.peer, one, now) for one in others)
+
     def _start_reads(
         self, bring: OpenBring, room: PartRoom, *, road: Road, now: float
     ) -> list[TargetEffect]:
@@ -382,9 +388,10 @@ class TransferTarget:
             return self._end(bring, BringEnd.GONE, now)
         if reason is ReadFailure.PEER_LOST:
             self._links.failed(bring.peer, now)
-        if reason is ReadFailure.UNABLE:
+        is_unable = reason is ReadFailure.UNABLE
+        if is_unable or (is_unproven and self._has_other(bring, reading.road, now)):
             self._links.close(bring.peer, reading.road, now)
-        else:
+        if not is_unable:
             reading.task.attempts += 1
         is_written_on = is_unproven and reading.goal is ReadGoal.BLOCKS
         is_over = reason is ReadFailure.REFUSED or reading.task.attempts >= ATTEMPTS

@@ -47,8 +47,9 @@ class ArenaFull(msgspec.Struct, frozen=True, gc=False):
 
 
 class ArenaNumbers(msgspec.Struct, frozen=True, gc=False):
-    """What metrics say of an arena. `abandoned_total` counts slots, ever;
-    `oldest_abandoned_s` is the age of the oldest that still is, 0 without one."""
+    """What metrics say of an arena. `abandoned_total` counts slots, ever, and `refused_total` reads
+    that found no room; `oldest_abandoned_s` is the age of the oldest that still is abandoned, 0
+    without one."""
 
     capacity_bytes: int
     free_bytes: int
@@ -56,6 +57,7 @@ class ArenaNumbers(msgspec.Struct, frozen=True, gc=False):
     abandoned_bytes: int
     abandoned_total: int
     oldest_abandoned_s: float
+    refused_total: int = 0
 
 
 class _Abandoned(msgspec.Struct, frozen=True, gc=False):
@@ -78,7 +80,7 @@ class ArenaBook:
         """(begin, end), in order, none touching the next."""
         self._reserved: dict[int, Slot] = {}
         self._abandoned: dict[int, _Abandoned] = {}
-        self._abandoned_total = 0
+        self._abandoned_total = self._refused_total = 0
 
     def reserve(self, number: int, size_bytes: int) -> Slot | ArenaFull:
         """Return room for a read's goal, which is its own until given back."""
@@ -91,6 +93,7 @@ class ArenaBook:
                 slot = Slot(number, begin, size_bytes)
                 self._reserved[number] = slot
                 return slot
+        self._refused_total += 1
         numbers = self.numbers(0.0)
         return ArenaFull(numbers.free_bytes, numbers.abandoned_bytes)
 
@@ -129,6 +132,7 @@ class ArenaBook:
             abandoned_bytes=sum(_whole(one.slot.bytes) for one in abandoned),
             abandoned_total=self._abandoned_total,
             oldest_abandoned_s=max((now_s - one.since_s for one in abandoned), default=0.0),
+            refused_total=self._refused_total,
         )
 
     def check(self) -> None:
@@ -160,15 +164,15 @@ class StagingMemory:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         first = ctypes.c_ubyte.from_buffer(self._memory)
-        self._address = ctypes.addressof(first)
+        self.address = ctypes.addressof(first)
         del first  # a mapping that is pointed into can't be closed
         self._writers: list[object] = []
         if register is not None:
-            register(self._address, capacity_bytes)
+            register(self.address, capacity_bytes)
 
     def runs(self, slot: Slot) -> Runs:
         """Return where the slot's bytes lie, as a read's goal."""
-        addresses = np.array([self._address + slot.offset], np.int64)
+        addresses = np.array([self.address + slot.offset], np.int64)
         return Runs(addresses, np.array([slot.bytes], np.int64))
 
     def keep(self, writer: object) -> None:
@@ -178,7 +182,7 @@ class StagingMemory:
 
     def holds(self, runs: Runs) -> bool:
         """Tell whether all of the runs lie in it."""
-        offsets = runs.addresses - self._address
+        offsets = runs.addresses - self.address
         ends = offsets + runs.lengths
         return bool(((offsets >= 0) & (runs.lengths >= 0) & (ends <= self.capacity_bytes)).all())
 

@@ -18,6 +18,7 @@ from xxhash import xxh3_128
 
 from ownerserve.transfer.vocabulary import Runs
 
+_CONTEXT = "ownerserve transfer digests key 1"
 _WRITABLE = 0x200
 """PyBUF_WRITE, of Python's C API."""
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -62,6 +63,11 @@ class KeyedBlake3(msgspec.Struct, frozen=True):
     def begin(self) -> Hasher:
         """Return a hasher that has seen nothing."""
         return blake3(key=self.key)
+
+
+def fleet_digests(secret: bytes) -> KeyedBlake3:
+    """Return the digests that whoever has a fleet's transfer secret makes alike."""
+    return KeyedBlake3(blake3(secret, derive_key_context=_CONTEXT).digest())
 
 
 class RunsMemory:

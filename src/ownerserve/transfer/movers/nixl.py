@@ -1,8 +1,10 @@
 """The mover over NIXL, by UCX and without its progress thread. It can't be fenced. Arena only.
 
-    lender   open_agent, register the pools, told_by(agent) ──> LentRank.address
+    lender   open_agent, register the pools, told_by(agent) ──> LentMemory.roads
              NixlProgress.resume while something is lent: over TCP its own calls move the bytes
     reader   open_agent, register the arena, nixl_mover(agent, address)
+
+`OpenNixl` is both sides of one process.
 
 What was measured of it (docs/evidence/transfer.md): it has no deadline and no abort. Of a frozen
 peer a transfer is PROC for as long as it is frozen, also after its handle is released, and is
@@ -21,7 +23,6 @@ import base64
 import binascii
 import logging
 from collections.abc import Callable
-from importlib import import_module
 from threading import Event, Thread
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ from xxhash import xxh3_128_digest
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.transfer.movers.arena import StagingMemory
 from ownerserve.transfer.movers.digests import Digests
+from ownerserve.transfer.movers.engines import FIELD, load_engine
 from ownerserve.transfer.movers.unfenced import Batch, BatchState, UnfencedMover
 from ownerserve.transfer.vocabulary import ReadFailure
 
@@ -85,11 +87,7 @@ def open_agent(name: str) -> Any:
 
     Raises InvalidInput where the package is missing, and NIXL's errors where UCX can't be opened.
     """
-    try:
-        nixl = import_module("nixl._api")
-    except ImportError as error:
-        mend = "pip install 'ownerserve[nixl]'"
-        raise InvalidInput("transfer-roads", f"NIXL needs its package ({error})", mend) from error
+    nixl = load_engine("nixl")
     strict = nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
     config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=strict)
     return nixl.nixl_agent(name, config)
@@ -225,3 +223,49 @@ class NixlProgress:
             except Exception:  # another's library: readers see that nothing comes
                 log.exception("NIXL can't answer its readers")
                 self._lends.clear()
+
+
+class OpenNixl:
+    """An `OpenNixl` is NIXL's agent, open in this process under a name of this life of it
+    (OpenEngine, port.py). Owns the thread that moves others' reads on."""
+
+    def __init__(self, name: str) -> None:
+        """Open the agent. Raises InvalidInput where that can't be."""
+        try:
+            self._agent = open_agent(name)
+        except InvalidInput:
+            raise
+        except Exception as error:  # NIXL's errors have no base
+            mend = "see what UCX says (UCX_LOG_LEVEL=info), or leave nixl out"
+            raise InvalidInput(FIELD, f"NIXL's agent can't be opened: {error}", mend) from error
+        self._progress = NixlProgress(self._agent)
+
+    @property
+    def address(self) -> str:
+        """Return how readers reach what is registered now."""
+        return told_by(self._agent)
+
+    def register(self, address: int, size: int) -> None:
+        """Let these bytes of this process be read from, and into. Raises InvalidInput where the
+        agent takes them not."""
+        try:
+            self._agent.register_memory([(address, size, 0, "")], "DRAM")
+        except Exception as error:  # NIXL's errors have no base
+            mend = "raise the limit of locked memory, or leave nixl out"
+            raise InvalidInput(FIELD, f"NIXL takes {size} bytes not: {error}", mend) from error
+
+    def mover(self, address: str, *, arena: StagingMemory, digests: Digests) -> UnfencedMover:
+        """Return a mover that reads from who said that address."""
+        return nixl_mover(self._agent, address, arena=arena, digests=digests)
+
+    def lends(self) -> None:
+        """Answer readers from now on."""
+        self._progress.resume()
+
+    def rests(self) -> None:
+        """Answer none any more: nothing is lent."""
+        self._progress.pause()
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        self._progress.close()

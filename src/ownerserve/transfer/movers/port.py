@@ -2,6 +2,7 @@
 
     reads   start(read) -> ReadLanded | ReadFailed, or ReadUnproven -> ReadQuiet
     lends   Lender.runs, Lender.stands: asked from a mover's threads
+    both    OpenEngine: one of another maker's, by which this process is read too
 
 A mover writes into goals on its own threads (or has a device write into an arena), never after
 `ReadLanded` or `ReadFailed`. One that can't know when its writer stops says `is_fenced` False,
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from ownerserve.transfer.movers.arena import StagingMemory
+from ownerserve.transfer.movers.digests import Digests
 from ownerserve.transfer.vocabulary import Ended, FramePiece, Read, Runs
 
 
@@ -70,4 +73,36 @@ class Lender(Protocol):
     def stands(self, ticket: int) -> bool:
         """Tell whether the ticket stands: asked after a read, before its bytes are signed. False
         is said before any block of it is used again."""
+        ...
+
+
+class OpenEngine(Protocol):
+    """An `OpenEngine` is a transfer engine of another maker, open in this process: peers read what
+    is registered with it, and its movers read peers. It can't be fenced: into an arena only. What
+    is registered stays so, and must stay mapped, until the process ends."""
+
+    @property
+    def address(self) -> str:
+        """Return how peers' engines reach this one, once all is registered."""
+        ...
+
+    def register(self, address: int, size: int) -> None:
+        """Let these bytes be read by peers, or be read into. Raises InvalidInput where the engine
+        takes them not."""
+        ...
+
+    def mover(self, address: str, *, arena: StagingMemory, digests: Digests) -> Mover:
+        """Return a mover that reads from the peer whose engine has that address."""
+        ...
+
+    def lends(self) -> None:
+        """Answer readers from now on: something is lent. Any thread may call."""
+        ...
+
+    def rests(self) -> None:
+        """Answer none: nothing is lent. Any thread may call."""
+        ...
+
+    def close(self) -> None:
+        """Answer nobody any more, and end the threads that are ours."""
         ...

@@ -32,6 +32,8 @@ CHUNK_BYTES = 2048
 class SimRoads:
     """What `NodeRoads` is; an address is a node's name."""
 
+    arena = None
+
     def __init__(self, node: SimNode) -> None:
         self._node = node
         self.kinds = node.world.draw.choice(((READV, TCP), (TCP,), (READV,)))

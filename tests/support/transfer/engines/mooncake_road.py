@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from typing import Any
 
-from mooncake.engine import TransferEngine
-
-from ownerserve.transfer.movers.arena import Slot, StagingMemory
+from ownerserve.transfer.movers.arena import StagingMemory
 from ownerserve.transfer.movers.digests import Digests
-from ownerserve.transfer.movers.mooncake import mooncake_mover
+from ownerserve.transfer.movers.mooncake import OpenMooncake
 from ownerserve.transfer.movers.port import Lender, Mover
 from ownerserve.transfer.vocabulary import Road
 from tests.support.transfer.roads import LendingPool, Opening
@@ -20,10 +17,8 @@ _kept: list[StagingMemory] = []
 
 
 @cache
-def engine_of(pid: int) -> Any:
-    engine = TransferEngine()
-    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
-    return engine
+def engine_of(pid: int) -> OpenMooncake:
+    return OpenMooncake("127.0.0.1")
 
 
 class MooncakeRoad:
@@ -33,16 +28,15 @@ class MooncakeRoad:
 
     def lend(self, lender: Lender, pool: LendingPool) -> bytes:
         engine = engine_of(os.getpid())
-        assert engine.register_memory(pool.shared.address, pool.shared.bytes) == 0
-        return f"127.0.0.1:{engine.get_rpc_port()}".encode()
+        engine.register(pool.shared.address, pool.shared.bytes)
+        return engine.address.encode()
 
     def open(self, opening: Opening, digests: Digests, *, arena: StagingMemory) -> Mover:
         engine = engine_of(os.getpid())
         if arena not in _kept:
-            first = int(arena.runs(Slot(0, 0, 1)).addresses[0])
-            assert engine.register_memory(first, arena.capacity_bytes) == 0
+            engine.register(arena.address, arena.capacity_bytes)
             _kept.append(arena)
-        return mooncake_mover(engine, opening.road.decode(), arena=arena, digests=digests)
+        return engine.mover(opening.road.decode(), arena=arena, digests=digests)
 
 
 MOONCAKE = MooncakeRoad()

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ownerserve.node.transfers.opening import NodeTransfers, TransferCounts
+from ownerserve.transfer.movers.arena import ArenaNumbers
 
 
 class TransferCollector(Collector):
@@ -35,7 +36,8 @@ class TransferCollector(Collector):
         )
         yield _counter(
             "ownerserve_brought_bytes",
-            "Bytes of state that came from peers and counted, by road: shm, readv, tcp.",
+            "Bytes of state that came from peers and counted, by road: shm, readv, tcp, mooncake,"
+            " nixl.",
             labels=["road"],
             values=counts.brought_bytes,
         )
@@ -67,6 +69,39 @@ class TransferCollector(Collector):
         )
         readers.add_metric([], counts.connections)
         yield readers
+        if counts.arena is not None:
+            yield from _arena(counts.arena)
+
+
+def _arena(numbers: ArenaNumbers) -> Iterator[Metric]:
+    """Yield what there is of the arena; only where a road needs one."""
+    held = GaugeMetricFamily(
+        "ownerserve_transfer_arena_bytes",
+        "Bytes of the arena of --transfer-arena: free, reserved (a read's goal now), abandoned (its"
+        " writer may write on: used for nothing until it is known to have stopped).",
+        labels=["state"],
+    )
+    for state in ("free", "reserved", "abandoned"):
+        held.add_metric([state], getattr(numbers, f"{state}_bytes"))
+    yield held
+    abandoned = CounterMetricFamily(
+        "ownerserve_transfer_arena_abandoned",
+        "Reads whose part of the arena was abandoned, ever.",
+    )
+    abandoned.add_metric([], numbers.abandoned_total)
+    yield abandoned
+    refused = CounterMetricFamily(
+        "ownerserve_transfer_arena_refused",
+        "Reads for which the arena had no room: they went by the next road.",
+    )
+    refused.add_metric([], numbers.refused_total)
+    yield refused
+    oldest = GaugeMetricFamily(
+        "ownerserve_transfer_arena_oldest_abandoned_seconds",
+        "How long the oldest part that is abandoned has been; 0: none is.",
+    )
+    oldest.add_metric([], numbers.oldest_abandoned_s)
+    yield oldest
 
 
 def _ordered(counts: TransferCounts) -> Iterator[Metric]:
