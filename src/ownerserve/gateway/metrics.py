@@ -251,6 +251,13 @@ class GatewayCollector(Collector):
             end=gateway.moves.counts,
         )
         yield _counts(
+            "wanted_moves",
+            "Moves of idle sessions for load's sake, by step: wanted, granted, and how each ended:"
+            " taken, why it stayed, or why it was dropped (ended, moved, went_on, owner_gone,"
+            " too_old, crowded_out).",
+            step=gateway.turns.gap_moves.counts,
+        )
+        yield _counts(
             "node_requests",
             "Requests on workers' RPC ports, by type.",
             request=gateway.turns.lines.asked,

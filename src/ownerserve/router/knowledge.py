@@ -137,6 +137,7 @@ class Knowledge:
         if former is not None and former.id == event.source:
             if session.prefix is not None:
                 session.prefix.drop(former, Tier.DEVICE)
+            session.moved_at_s = now_s
             self._sessions.claim(session, worker)
         if session.owner is worker and session.prefix is not None and event.tokens:
             session.prefix.hold(worker, Tier.DEVICE, event.tokens)

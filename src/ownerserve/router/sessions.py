@@ -198,8 +198,8 @@ class RoutedSession:
     `heading` is the dispatch that made its home another than its owner may be: sent, and without
     a first byte so far. `prefix` is what its last turn left; `stem` the prefix that it was forked
     from. `turns` counts those that are under way or were answered. `pending` are the parts of its
-    own live dispatches. `moved_at_s`: when it last changed its owner for load's sake; `left_at_s`:
-    when it was last sent away, while that is not settled.
+    own live dispatches. `moved_at_s`: when it last changed its owner for load's sake or in a gap;
+    `left_at_s`: when it was last sent away, while that is not settled.
     """
 
     __slots__ = (
