@@ -7,13 +7,16 @@ from msgspec.structs import replace
 
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
     Answer,
     Arm,
     Down,
     FirstByte,
+    LeftToStore,
     LetGo,
     Noted,
+    Reported,
     TakenOver,
     WorkerDown,
 )
@@ -100,3 +103,18 @@ def test_who_lends_nothing_is_not_read(state: RouterState) -> None:
     drained(state, Down.DRAINED)
     turn = dispatched(state, "agent", 3.0, prompt_bytes=4 * 50_500)
     assert turn.decision.source is None and not turn.decision.cached_tokens
+
+
+def test_what_was_put_away_is_nobodys_until_its_next_turn(state: RouterState) -> None:
+    home = drained(state, Down.DRAINED)
+    state.handle(Reported(None, Tier.REMOTE, None, 49_000, AGENT), 2.5)
+    state.handle(LeftToStore(AGENT, WorkerId("another")), 2.6)
+    session = state.sessions.get(AGENT)
+    assert session is not None and session.owner is not None, "the word of one who had it before"
+    state.handle(LeftToStore(AGENT, home), 3.0)
+    assert session.owner is None and session.home is None
+    turn = dispatched(state, AGENT, 4.0, prompt_bytes=4 * 50_500)
+    source = turn.decision.source
+    assert turn.worker != home and source is not None
+    assert (source.tier, source.tokens) == (Tier.REMOTE, 49_000)
+    assert turn.reason is DispatchReason.RECOVERED

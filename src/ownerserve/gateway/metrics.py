@@ -246,8 +246,9 @@ class GatewayCollector(Collector):
         )
         yield _counts(
             "moves",
-            "Idle sessions that were to leave a drained worker, by how that ended: taken, no_target"
-            " (nobody else can take its state), unreachable, or why the session stayed.",
+            "Idle sessions that were to leave a drained worker, by how that ended: taken, suspended"
+            " (to its store), no_target (nobody else can take its state), unreachable, or why the"
+            " session stayed.",
             end=gateway.moves.counts,
         )
         yield _counts(

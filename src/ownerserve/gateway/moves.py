@@ -7,6 +7,8 @@ drained or leaves becomes empty although no session comes back, and for load's s
       the moves that router.gap_moves grants
         Take ──> the target: it brings the state, then asks for the session
         SessionTaken, Reject(reason), or nothing in TAKE_S ──> the router's books; counted
+      a drained worker's that nobody else can take over, where it has a store
+        Suspend ──> the worker: it puts the state away, and owns the session no more
 
 Off the request path. A turn that comes meanwhile goes its own way: then the session stays, or the
 turn is a guest's. Several gateways may ask for one session; one of them gets it.
@@ -16,14 +18,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 
 from ownerserve.gateway.turns import Turns
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import Tier
-from ownerserve.kv.wire.rpc import Reject, Said, SessionTaken, Take
+from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.kv.wire.rpc import Reject, Said, SessionTaken, Suspend, Suspended, Take
 from ownerserve.router.gap_moves import GapMove
-from ownerserve.router.messages import Claimed, TakenOver
+from ownerserve.router.messages import Claimed, LeftToStore, TakenOver
 from ownerserve.router.worker import Worker
 
 LOOK_S = 0.25
@@ -33,6 +35,8 @@ RESCAN_S = 2.0
 """So long after the last look at all sessions those are tried again that stayed."""
 TAKE_S = 90.0
 """Longer than a worker tries (node/restore/coming.py)."""
+SUSPEND_S = 60.0
+"""Longer than copies may take (node/retention/spills.py)."""
 
 
 class _Leaving:
@@ -92,7 +96,7 @@ class Moves:
         """Have the session leave the drained worker for where its next turn would go."""
         now, turns = self._turns.now(), self._turns
         target = self._state.idle.place(name, source, turns.rollout.arm_of(name, None), now)
-        if target is None:
+        if target is None and PlacementAction.TAIL_RECOMPUTE not in source.profile.actions:
             self.counts["no_target"] += 1
             return
 
@@ -101,7 +105,10 @@ class Moves:
             self.counts[_end_of(said)] += 1
 
         leaving.under_way += 1
-        self._begin(GapMove(name, source, target), ended)
+        if target is None:
+            self._suspend(name, source, ended)
+        else:
+            self._begin(GapMove(name, source, target), ended)
 
     def _relieve(self, granted: GapMove) -> None:
         """Have the session leave a busy worker."""
@@ -123,8 +130,22 @@ class Moves:
         if line is None or address is None or target.unit is None:
             ended("unreachable")
             return
-        moving = self._move(move, Take(move.session, address))
-        task = asyncio.get_running_loop().create_task(moving)
+        self._keep(self._move(move, Take(move.session, address)), ended)
+
+    def _suspend(
+        self, name: SessionId, source: Worker, ended: Callable[[Said | str], None]
+    ) -> None:
+        """Have the drained worker put away a session that nobody else can take over."""
+        session = self._state.sessions.get(name)
+        if session is None or session.pending or session.owner is not source:
+            ended("not_idle")
+        else:
+            self._keep(self._put_away(name, source), ended)
+
+    def _keep(
+        self, work: Coroutine[None, None, Said | str], ended: Callable[[Said | str], None]
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
 
         def over(done: asyncio.Task[Said | str]) -> None:
@@ -132,6 +153,13 @@ class Moves:
             ended("called_off" if done.cancelled() else done.result())
 
         task.add_done_callback(over)
+
+    async def _put_away(self, name: SessionId, source: Worker) -> Said | str:
+        line = self._turns.lines.of(source.id)
+        said = "unreachable" if line is None else await line.ask(Suspend(name), SUSPEND_S)
+        if isinstance(said, Suspended):
+            self._turns.told(LeftToStore(name, source.id))
+        return "no_answer" if said is None else said
 
     async def _move(self, move: GapMove, take: Take) -> Said | str:
         name, source, target = move.session, move.source.id, move.target.id
@@ -158,6 +186,8 @@ def _end_of(said: Said | str) -> str:
             return said
         case SessionTaken():
             return "taken"
+        case Suspended():
+            return "suspended"
         case Reject(reason):
             return reason.value
         case _:

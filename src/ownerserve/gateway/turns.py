@@ -96,6 +96,7 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Gone,
+    LeftToStore,
     LetGo,
     Misjudged,
     NotComputedApart,
@@ -353,7 +354,9 @@ class Turns:
             idle_max=min(self.share.idle_max, IDLE_MAX),
         )
 
-    def told(self, event: Reported | Gone | ReleaseEnded | Claimed | TakenOver) -> None:
+    def told(
+        self, event: Reported | Gone | ReleaseEnded | Claimed | TakenOver | LeftToStore
+    ) -> None:
         """Tell the state the news of a worker or the directory."""
         now = self.now()
         if not isinstance(event, Claimed | TakenOver):

@@ -412,6 +412,11 @@ class SessionTable:
         session.owner, session.owner_life = worker, worker.life
         self._settle(session, None)
 
+    def disown(self, session: RoutedSession) -> None:
+        """Note the news that nobody owns the session."""
+        session.owner = None
+        self._settle(session, None)
+
     def _settle(self, session: RoutedSession, receipt: Receipt | None) -> None:
         """Make the owner the home, unless a later dispatch than `receipt` is on its way."""
         if session.heading not in (None, receipt):

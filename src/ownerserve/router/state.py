@@ -6,7 +6,8 @@ randomness.
 | WorkerUp, WorkerDown | candidates change; a new life unbinds what the old one held | Noted |
 | WorkerLeft | a worker that is down and runs nothing is forgotten | Noted |
 | Stamped | the worker's word on its load replaces what was known | Noted |
-| Reported, Gone, Claimed, TakenOver | the dated copy of extents and owners follows | Noted |
+| Reported, Gone, Claimed | the dated copy of extents and owners follows | Noted |
+| TakenOver, LeftToStore | the same, of a session of which no turn ran | Noted |
 | Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
 | FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
 | | where it computed itself what was split, the other worker's part comes off whole | |
@@ -76,6 +77,7 @@ from ownerserve.router.messages import (
     FirstByte,
     Gone,
     Hedge,
+    LeftToStore,
     LegFailed,
     LetGo,
     Misjudged,
@@ -204,6 +206,7 @@ class RouterState:
             Gone: self._knowledge.gone,
             Claimed: self._knowledge.claimed,
             TakenOver: self._knowledge.taken_over,
+            LeftToStore: self._knowledge.left_to_store,
             Arrive: self._arrive,
             FirstByte: self._first_byte,
             ComputedApart: self._prefilled,
