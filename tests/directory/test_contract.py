@@ -6,7 +6,7 @@ from ownerserve.directory import messages as ask
 from ownerserve.directory.messages import DirectoryRefusal
 from ownerserve.directory.rules import TierCode
 from ownerserve.kv.ids import PrefixHash
-from ownerserve.kv.messages import Epoch, Term
+from ownerserve.kv.messages import NO_UNIT, Epoch, Term
 from tests.support.directory.contract import (
     LEASE_S,
     MAIN,
@@ -91,6 +91,20 @@ def test_a_session_is_not_handed_to_one_who_is_not_there(world: World) -> None:
     assert refused(world.ask(gone), DirectoryRefusal.TARGET_NOT_LIVE)
     world.join(unit("b", 2))
     assert refused(world.ask(gone), DirectoryRefusal.TARGET_NOT_LIVE)
+
+
+def test_what_its_owner_gives_up_to_nobody_is_whose_turn_comes_next(world: World) -> None:
+    world.join(A, B)
+    first = world.ask(ask.Bind(S1, A))
+    world.ask(ask.Advance(S1, A, first.epoch, 1, P1, 64))
+    freed = world.ask(ask.Transfer(S1, A, NO_UNIT, first.epoch, 1))
+    assert isinstance(freed, ask.Bound) and freed.epoch > first.epoch
+    found = world.ask(ask.FindSession(S1))
+    assert (found.owner, found.owner_live, found.version) == (NO_UNIT, False, 1)
+    late = ask.Advance(S1, A, first.epoch, 2, P2, 128)
+    assert isinstance(world.ask(late), ask.Conflict)
+    taken = world.ask(ask.Bind(S1, B))
+    assert isinstance(taken, ask.Bound) and taken.epoch > freed.epoch and taken.version == 1
 
 
 def test_ending_a_session_needs_its_epoch(world: World) -> None:

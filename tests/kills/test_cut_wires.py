@@ -803,6 +803,8 @@ CUT_BY_HAND: dict[str, str] = {
     "node ask_prefix": _READ,
     "node ask_session": _TAKEN,
     "node hand_over": _TAKEN,
+    "node suspend": "engines/hf/test_suspended.py"
+    "::test_a_drained_worker_that_nobody_relieves_puts_its_sessions_away",
     "node take": _TAKEN,
     "node end_prefill": f"{_PREFILLS}::test_asked_again_under_its_nonce_it_is_one_prompt",
     "node list_held": _PLUGIN,

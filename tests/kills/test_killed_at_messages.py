@@ -199,11 +199,12 @@ PLAYED = {
 }
 BY_PEERS = {
     "ask_prefix", "ask_lender", "prefill", "end_prefill", "take", "ask_session", "hand_over",
+    "suspend",
 }  # fmt: skip
-"""Workers ask these of each other, past the wires of this fleet, and a gateway a Take of a node
-that this fleet's workers lack: a lender that is frozen or killed is engines/hf/test_bringing.py's,
-one that computes for another test_prefilling.py's, one whose session moves
-test_moves_cut_short.py's."""
+"""Workers ask these of each other, past the wires of this fleet, and a gateway a Take or a Suspend
+of a node that this fleet's workers lack: a lender that is frozen or killed is
+engines/hf/test_bringing.py's, one that computes for another test_prefilling.py's, one whose session
+moves test_moves_cut_short.py's, one that puts a session away test_suspended.py's."""
 BY_VLLM = {_tag(one) for one in (rpc.Status, rpc.ListHeld, rpc.Probe, rpc.AskLine)}
 
 

@@ -7,13 +7,16 @@ from msgspec.structs import replace
 
 from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
     Answer,
     Arm,
     Down,
     FirstByte,
+    LeftToStore,
     LetGo,
     Noted,
+    Reported,
     TakenOver,
     WorkerDown,
 )
@@ -64,21 +67,21 @@ def test_who_lends_nothing_or_is_gone_is_read_by_nobody(state: RouterState) -> N
 def test_an_idle_session_is_taken_over_and_its_next_turn_goes_there(state: RouterState) -> None:
     home = drained(state, Down.DRAINED)
     (source,) = [one for one in state.fleet if one.id == home]
-    target = state.place_idle(AGENT, source, Arm.MAIN, 3.0)
+    target = state.idle.place(AGENT, source, Arm.MAIN, 3.0)
     assert target is not None and target is not source and target.unit is not None
     state.handle(TakenOver(AGENT, target.unit, home, 49_000), 3.1)
     turn = dispatched(state, AGENT, 4.0, prompt_bytes=4 * 50_500)
     assert (turn.worker, turn.decision.source) == (target.id, None)
     assert turn.decision.cached_tokens == 49_000
     state.handle(FirstByte(turn.receipt, None, Answer.TURN), 4.1)
-    assert state.place_idle(AGENT, source, Arm.MAIN, 4.2) is None, "it is not there any more"
+    assert state.idle.place(AGENT, source, Arm.MAIN, 4.2) is None, "it is not there any more"
 
 
 def test_one_that_runs_or_went_elsewhere_is_not_taken(state: RouterState) -> None:
     home = drained(state, Down.DRAINED)
     (source,) = [one for one in state.fleet if one.id == home]
     turn = dispatched(state, AGENT, 3.0, prompt_bytes=4 * 50_500)
-    assert state.place_idle(AGENT, source, Arm.MAIN, 3.0) is None
+    assert state.idle.place(AGENT, source, Arm.MAIN, 3.0) is None
     state.handle(FirstByte(turn.receipt, None, Answer.TURN), 3.1)
     session = state.sessions.get(AGENT)
     assert session is not None and session.owner is not None and session.owner.id == turn.worker
@@ -92,7 +95,7 @@ def test_nobody_who_has_another_model_takes_it(state: RouterState) -> None:
     (source,) = [one for one in state.fleet if one.id == home]
     (other,) = {"w0", "w1"} - {str(home)}
     raise_up(state, other, profile=replace(LENDS, spec_digest="another"))
-    assert state.place_idle(AGENT, source, Arm.MAIN, 3.0) is None
+    assert state.idle.place(AGENT, source, Arm.MAIN, 3.0) is None
 
 
 def test_who_lends_nothing_is_not_read(state: RouterState) -> None:
@@ -100,3 +103,18 @@ def test_who_lends_nothing_is_not_read(state: RouterState) -> None:
     drained(state, Down.DRAINED)
     turn = dispatched(state, "agent", 3.0, prompt_bytes=4 * 50_500)
     assert turn.decision.source is None and not turn.decision.cached_tokens
+
+
+def test_what_was_put_away_is_nobodys_until_its_next_turn(state: RouterState) -> None:
+    home = drained(state, Down.DRAINED)
+    state.handle(Reported(None, Tier.REMOTE, None, 49_000, AGENT), 2.5)
+    state.handle(LeftToStore(AGENT, WorkerId("another")), 2.6)
+    session = state.sessions.get(AGENT)
+    assert session is not None and session.owner is not None, "the word of one who had it before"
+    state.handle(LeftToStore(AGENT, home), 3.0)
+    assert session.owner is None and session.home is None
+    turn = dispatched(state, AGENT, 4.0, prompt_bytes=4 * 50_500)
+    source = turn.decision.source
+    assert turn.worker != home and source is not None
+    assert (source.tier, source.tokens) == (Tier.REMOTE, 49_000)
+    assert turn.reason is DispatchReason.RECOVERED

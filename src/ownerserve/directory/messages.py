@@ -120,7 +120,7 @@ class Bind(msgspec.Struct, frozen=True, tag="bind", gc=False):
 
 class Transfer(msgspec.Struct, frozen=True, tag="transfer", gc=False):
     """The owner hands its session over by compare and set: if it is still `source` at `epoch` and
-    `version`, the owner is `target`.
+    `version`, the owner is `target`; with NO_UNIT it is nobody, and who asks next.
 
     Only the source may ask, after it stopped serving the session.
     """

@@ -246,9 +246,17 @@ class GatewayCollector(Collector):
         )
         yield _counts(
             "moves",
-            "Idle sessions that were to leave a drained worker, by how that ended: taken, no_target"
-            " (nobody else can take its state), unreachable, or why the session stayed.",
+            "Idle sessions that were to leave a drained worker, by how that ended: taken, suspended"
+            " (to its store), no_target (nobody else can take its state), unreachable, or why the"
+            " session stayed.",
             end=gateway.moves.counts,
+        )
+        yield _counts(
+            "wanted_moves",
+            "Moves of idle sessions for load's sake, by step: wanted, granted, and how each ended:"
+            " taken, why it stayed, or why it was dropped (ended, moved, went_on, owner_gone,"
+            " too_old, crowded_out).",
+            step=gateway.turns.gap_moves.counts,
         )
         yield _counts(
             "node_requests",

@@ -1,10 +1,14 @@
-"""This module has idle sessions leave workers that get no turns any more, so that who is drained or
-leaves becomes empty although no session comes back.
+"""This module has idle sessions move: from workers that get no turns any more, so that who is
+drained or leaves becomes empty although no session comes back, and for load's sake.
 
     a worker is drained, by its operator's word or its own, and lends
       its sessions, newest first; of each that runs nothing: where would its next turn go?
-        Take ──> that worker: it brings the state, then asks for the session
+    a worker is busy, or one has joined
+      the moves that router.gap_moves grants
+        Take ──> the target: it brings the state, then asks for the session
         SessionTaken, Reject(reason), or nothing in TAKE_S ──> the router's books; counted
+      a drained worker's that nobody else can take over, where it has a store
+        Suspend ──> the worker: it puts the state away, and owns the session no more
 
 Off the request path. A turn that comes meanwhile goes its own way: then the session stays, or the
 turn is a guest's. Several gateways may ask for one session; one of them gets it.
@@ -14,13 +18,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 
 from ownerserve.gateway.turns import Turns
-from ownerserve.kv.ids import SessionId, WorkerId
-from ownerserve.kv.messages import Tier
-from ownerserve.kv.wire.rpc import Reject, Said, SessionTaken, Take
-from ownerserve.router.messages import Claimed, TakenOver
+from ownerserve.kv.ids import SessionId
+from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.kv.wire.rpc import Reject, Said, SessionTaken, Suspend, Suspended, Take
+from ownerserve.router.gap_moves import GapMove
+from ownerserve.router.messages import Claimed, LeftToStore, TakenOver
 from ownerserve.router.worker import Worker
 
 LOOK_S = 0.25
@@ -30,6 +35,8 @@ RESCAN_S = 2.0
 """So long after the last look at all sessions those are tried again that stayed."""
 TAKE_S = 90.0
 """Longer than a worker tries (node/restore/coming.py)."""
+SUSPEND_S = 60.0
+"""Longer than copies may take (node/retention/spills.py)."""
 
 
 class _Leaving:
@@ -42,15 +49,15 @@ class _Leaving:
 
 
 class Moves:
-    """This class orders the moves of one gateway's sessions. `counts`: by how each ended, refusals
-    by reason; metric labels."""
+    """This class orders the moves of one gateway's sessions. `counts`: of those from drained
+    workers by how each ended, refusals by reason; metric labels."""
 
     def __init__(self, turns: Turns) -> None:
         self.counts: Counter[str] = Counter()
         self._turns = turns
         self._state = turns.state
         self._leaving: dict[Worker, _Leaving] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Said | str]] = set()
 
     async def run(self) -> None:
         """Look for sessions that are to leave, until cancelled; what is under way is then called
@@ -75,7 +82,9 @@ class Moves:
                 leaving.names.extend(self._standing_at(worker))
                 leaving.next_scan_s = self._turns.now() + RESCAN_S
             while leaving.names and leaving.under_way < AT_ONCE:
-                self._begin(leaving.names.popleft(), worker, leaving)
+                self._leave(leaving.names.popleft(), worker, leaving)
+        for granted in self._turns.gap_moves.look(self._turns.now()):
+            self._relieve(granted)
 
     def _standing_at(self, worker: Worker) -> Iterator[SessionId]:
         """Yield the sessions that the worker owns, as far as is known here, the newest first."""
@@ -83,49 +92,103 @@ class Moves:
             if session.owner is worker and session.owner_life == worker.life:
                 yield name
 
-    def _begin(self, name: SessionId, source: Worker, leaving: _Leaving) -> None:
+    def _leave(self, name: SessionId, source: Worker, leaving: _Leaving) -> None:
+        """Have the session leave the drained worker for where its next turn would go."""
         now, turns = self._turns.now(), self._turns
-        target = self._state.place_idle(name, source, turns.rollout.arm_of(name, None), now)
-        if target is None:
+        target = self._state.idle.place(name, source, turns.rollout.arm_of(name, None), now)
+        if target is None and PlacementAction.TAIL_RECOMPUTE not in source.profile.actions:
             self.counts["no_target"] += 1
             return
-        line = turns.lines.of(target.id)
-        address = turns.lines.read_by(target, source, turns.worker_names)
-        if line is None or address is None or target.unit is None:
-            self.counts["unreachable"] += 1
-            return
+
+        def ended(said: Said | str) -> None:
+            leaving.under_way -= 1
+            self.counts[_end_of(said)] += 1
+
         leaving.under_way += 1
-        moving = self._move(name, source, target.id, Take(name, address))
-        task = asyncio.get_running_loop().create_task(moving)
+        if target is None:
+            self._suspend(name, source, ended)
+        else:
+            self._begin(GapMove(name, source, target), ended)
+
+    def _relieve(self, granted: GapMove) -> None:
+        """Have the session leave a busy worker."""
+        moves = self._turns.gap_moves
+
+        def ended(said: Said | str) -> None:
+            if isinstance(said, SessionTaken):
+                moves.taken(granted.session, self._turns.now())
+            else:
+                moves.stayed(granted.session, _end_of(said))
+
+        self._begin(granted, ended)
+
+    def _begin(self, move: GapMove, ended: Callable[[Said | str], None]) -> None:
+        """Begin a move; `ended` hears once what came of it, or why it was not begun."""
+        turns, target = self._turns, move.target
+        line = turns.lines.of(target.id)
+        address = turns.lines.read_by(target, move.source, turns.worker_names)
+        if line is None or address is None or target.unit is None:
+            ended("unreachable")
+            return
+        self._keep(self._move(move, Take(move.session, address)), ended)
+
+    def _suspend(
+        self, name: SessionId, source: Worker, ended: Callable[[Said | str], None]
+    ) -> None:
+        """Have the drained worker put away a session that nobody else can take over."""
+        session = self._state.sessions.get(name)
+        if session is None or session.pending or session.owner is not source:
+            ended("not_idle")
+        else:
+            self._keep(self._put_away(name, source), ended)
+
+    def _keep(
+        self, work: Coroutine[None, None, Said | str], ended: Callable[[Said | str], None]
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
 
-        def over(done: asyncio.Task[None]) -> None:
-            leaving.under_way -= 1
+        def over(done: asyncio.Task[Said | str]) -> None:
             self._tasks.discard(done)
+            ended("called_off" if done.cancelled() else done.result())
 
         task.add_done_callback(over)
 
-    async def _move(self, name: SessionId, source: Worker, target: WorkerId, take: Take) -> None:
+    async def _put_away(self, name: SessionId, source: Worker) -> Said | str:
+        line = self._turns.lines.of(source.id)
+        said = "unreachable" if line is None else await line.ask(Suspend(name), SUSPEND_S)
+        if isinstance(said, Suspended):
+            self._turns.told(LeftToStore(name, source.id))
+        return "no_answer" if said is None else said
+
+    async def _move(self, move: GapMove, take: Take) -> Said | str:
+        name, source, target = move.session, move.source.id, move.target.id
         line = self._turns.lines.of(target)
         said = None if line is None else await line.ask(take, TAKE_S)
-        self.counts[_end_of(said)] += 1
+        if said is None:
+            return "no_answer"
         units = [one.unit for one in self._state.fleet if one.id == target]
         if not isinstance(said, SessionTaken) or not units or units[0] is None:
-            return
-        self._turns.told(TakenOver(name, units[0], source.id, said.tokens))
+            return said
+        self._turns.told(TakenOver(name, units[0], source, said.tokens))
         if said.epoch is not None:
             self._turns.told(Claimed(name, units[0], said.epoch, said.version))
+        return said
 
 
 def _lends(worker: Worker) -> bool:
     return Tier.DEVICE in worker.profile.lends
 
 
-def _end_of(said: Said | None) -> str:
+def _end_of(said: Said | str) -> str:
     match said:
+        case str():
+            return said
         case SessionTaken():
             return "taken"
+        case Suspended():
+            return "suspended"
         case Reject(reason):
             return reason.value
         case _:
-            return "no_answer"
+            return "malformed"

@@ -80,6 +80,7 @@ from ownerserve.router.entry.terms import (
     WaitReason,
     refilled_ms,
 )
+from ownerserve.router.gap_moves import GapMoves
 from ownerserve.router.learning import Learning
 from ownerserve.router.messages import (
     Aborted,
@@ -95,6 +96,7 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Gone,
+    LeftToStore,
     LetGo,
     Misjudged,
     NotComputedApart,
@@ -314,6 +316,7 @@ class Turns:
             opening=OpeningRule(self.now() + config.opening_s, behind_ms=config.settings.hot_ms),
         )
         self.rollout.steer_by(self.state.steer)
+        self.gap_moves = GapMoves(self.state, lambda name: self.rollout.arm_of(name, None))
         self.access = open_access(config.worker_key, config.worker_ca_file)
         self.share = share_of(descriptor_limit(), config.workers_expected)
         self.pools: dict[WorkerId, WorkerPool] = {}
@@ -351,7 +354,9 @@ class Turns:
             idle_max=min(self.share.idle_max, IDLE_MAX),
         )
 
-    def told(self, event: Reported | Gone | ReleaseEnded | Claimed | TakenOver) -> None:
+    def told(
+        self, event: Reported | Gone | ReleaseEnded | Claimed | TakenOver | LeftToStore
+    ) -> None:
         """Tell the state the news of a worker or the directory."""
         now = self.now()
         if not isinstance(event, Claimed | TakenOver):
@@ -455,6 +460,7 @@ class Turns:
             self.rollout.books[asked.arrive.arm].ends["refused"] += 1
             return outcome
         self.rollout.sent(outcome)
+        self.gap_moves.sent(outcome, self.now())
         if lost is not None and outcome.reason is DispatchReason.RETRY_UNASKED:
             self.observer.pressed("unasked", "all_refused")
         return Route(self, outcome, asked.trace)

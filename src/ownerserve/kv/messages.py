@@ -87,6 +87,10 @@ class RoutingUnit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     incarnation: Incarnation
 
 
+NO_UNIT = RoutingUnit(WorkerId(""), 0, Incarnation(0))
+"""Nobody: who owns a session that its owner put away. No worker is called so, so it never lives."""
+
+
 # ---- who is the later owner, without asking a clock
 #
 # An epoch is (term, counter). The directory issues it with every grant; a node keeps the highest

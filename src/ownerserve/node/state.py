@@ -29,6 +29,7 @@ from ownerserve.node.ownership.inventory import FOUND_LESS, Inventory, OnDevice,
 from ownerserve.node.restore.coming import ComingSessions
 from ownerserve.node.restore.restores import Restores
 from ownerserve.node.restore.sources import OwnDevice, Walks
+from ownerserve.node.retention.leaving import SessionsLeaving
 from ownerserve.node.retention.policy import Checkpoints, Prefetches, SessionGaps
 from ownerserve.node.retention.record_value import KEPT_IN, RecordValue
 from ownerserve.node.retention.spills import IdleSpills, PressureRelief, RecordCopies
@@ -43,6 +44,7 @@ from ownerserve.node.vocabulary.events import (
     Located,
     NotFetched,
     NotKept,
+    PutAway,
     RecordsFound,
     RecordsLost,
     Remembered,
@@ -50,6 +52,7 @@ from ownerserve.node.vocabulary.events import (
     RestoreReport,
     SessionCame,
     SessionComing,
+    SessionLeaves,
     SessionOver,
     Start,
     Tick,
@@ -126,6 +129,7 @@ class NodeState:
             gaps=self.gaps,
         )
         self.names, self.coming = names, ComingSessions()
+        self.leaving = SessionsLeaving(self.idle_spills)
         self.inventory = Inventory()
         self.on_device = OnDevice(cache, self.inventory, digest_at=self.chains.digest_at)
         can_replay = planner.abilities.can_replay and planner.model.exact_replay_tokens is not None
@@ -143,6 +147,7 @@ class NodeState:
             self._tell_copied(now)
         if self.residency.writes:
             effects += self.residency.to_file()
+        effects += self.leaving.over()
         if not effects:
             return effects
         for effect in effects:
@@ -216,6 +221,8 @@ class NodeState:
                 return self._coming(event, now)
             case SessionCame():
                 self._came(event, now)
+            case SessionLeaves(leaves):
+                self.leaving.begin(leaves)
             case TurnGone(turn_id):
                 session_id = self._turns.pop(turn_id, None)
                 self.coming.landed(turn_id)
@@ -254,6 +261,8 @@ class NodeState:
                 self.walks.over(turn_id)
             case SessionOver(session_id):
                 self.inventory.forget(session_id)
+            case SessionLeaves(leaves):
+                return [PutAway(leaves)]
             case Tick():
                 self.cache.sessions.expire(now)
                 self.cache.lends.expire(now)

@@ -278,12 +278,13 @@ TERMS = ("queue", "compute", "network", "restore", "memory", "duplicate", "inter
 
 
 class Move(msgspec.Struct, frozen=True, gc=False):
-    """A move says that a session's state, and its ownership, should go from `source` to
-    `target`."""
+    """A move says that a session's state, and its ownership, should go from `source` to `target`.
+    `gain_ms`: what a turn is expected to be spared by it, were it made before the turn comes."""
 
     source: Worker
     target: Worker
     tokens: int
+    gain_ms: float = 0.0
 
 
 class BesideDecision(msgspec.Struct, frozen=True, gc=False):
@@ -306,7 +307,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     the engine reports). `prefill`: the worker that computes the prompt (remote_prefill). `source`:
     where to bring the state of `moved_tokens` from (artifact_fetch, state_migration,
     tail_recompute); with remote_prefill they come from `prefill`. `wanted`: a migration that would
-    be right but that the worker can't perform; the action is the next best. `alternatives`: the
+    be right, but that the worker can't perform or for which the turn would wait too long; the
+    action is the next best (gap_moves.py has it made between turns). `alternatives`: the
     options that were priced, cheapest first; empty for policies that do not price. `beside`: what a
     shadow would have done.
     """
@@ -390,5 +392,21 @@ def take(
     )  # fmt: skip
 
 
+def move_of(decision: Decision, owner: Worker) -> Move | None:
+    """Return the move of the session away from its owner that the decision wants, or makes with the
+    turn; None: it has none."""
+    if decision.wanted is not None:
+        return decision.wanted if decision.wanted.source is owner else None
+    source, ways = decision.source, decision.alternatives
+    if decision.action is not _MIGRATION or source is None or source.worker is not owner:
+        return None
+    gain_ms = owner.queue_ms - decision.worker.queue_ms
+    stay_ms = [way.total_ms for way in ways if way.worker is owner]
+    if stay_ms:
+        gain_ms = stay_ms[0] - ways[0].total_ms + ways[0].network_ms
+    return Move(owner, decision.worker, decision.cached_tokens, gain_ms)
+
+
+_MIGRATION = PlacementAction.STATE_MIGRATION
 _COLOCATED_PREFILL = PlacementAction.COLOCATED_PREFILL
 _DECODE_CONTINUATION = PlacementAction.DECODE_CONTINUATION

@@ -26,6 +26,7 @@ from ownerserve.router.messages import (
     AskRelease,
     Claimed,
     Gone,
+    LeftToStore,
     Noted,
     ReleaseEnd,
     ReleaseEnded,
@@ -137,9 +138,22 @@ class Knowledge:
         if former is not None and former.id == event.source:
             if session.prefix is not None:
                 session.prefix.drop(former, Tier.DEVICE)
+            session.moved_at_s = now_s
             self._sessions.claim(session, worker)
         if session.owner is worker and session.prefix is not None and event.tokens:
             session.prefix.hold(worker, Tier.DEVICE, event.tokens)
+        return NOTED
+
+    def left_to_store(self, event: LeftToStore, now_s: float) -> Noted:
+        """Note that nobody owns the session any more, unless it went elsewhere since."""
+        session = self._sessions.get(self._sessions.resolve(event.session))
+        former = None if session is None else session.owner
+        if session is None or former is None or former.id != event.source:
+            return NOTED
+        if session.prefix is not None:
+            session.prefix.drop(former, Tier.DEVICE)
+        session.grant = None
+        self._sessions.disown(session)
         return NOTED
 
     def _sharing_its_term(self, epoch: Epoch) -> Epoch:

@@ -187,6 +187,14 @@ class TakenOver(msgspec.Struct, frozen=True, gc=False):
     tokens: int
 
 
+class LeftToStore(msgspec.Struct, frozen=True, gc=False):
+    """This event is the word of `source` that it put an idle session away into its store, and owns
+    it no more. It counts while `source` is known to own it."""
+
+    session: SessionId
+    source: WorkerId
+
+
 class ReleaseEnd(Label):
     """A release end says how asking an owner to hand a session over ended."""
 
@@ -348,7 +356,7 @@ class SessionEnd(msgspec.Struct, frozen=True, gc=False):
 Settling = (
     WorkerUp | WorkerDown | WorkerLeft | Drain | Stamped | Reported | Gone | Claimed
     | ComputedApart | Outrun | LegFailed | Broken | Aborted | SessionEnd | ReleaseEnded
-    | TakenOver
+    | TakenOver | LeftToStore
 )  # fmt: skip
 Placing = Arrive | Failed | Unpromised | Misjudged | NotComputedApart | CarryOn
 Event = Placing | Hedge | FirstByte | Done | Settling

@@ -198,8 +198,8 @@ class RoutedSession:
     `heading` is the dispatch that made its home another than its owner may be: sent, and without
     a first byte so far. `prefix` is what its last turn left; `stem` the prefix that it was forked
     from. `turns` counts those that are under way or were answered. `pending` are the parts of its
-    own live dispatches. `moved_at_s`: when it last changed its owner for load's sake; `left_at_s`:
-    when it was last sent away, while that is not settled.
+    own live dispatches. `moved_at_s`: when it last changed its owner for load's sake or in a gap;
+    `left_at_s`: when it was last sent away, while that is not settled.
     """
 
     __slots__ = (
@@ -410,6 +410,11 @@ class SessionTable:
     def claim(self, session: RoutedSession, worker: Worker) -> None:
         """Note the news that `worker`, in its present life, owns the session."""
         session.owner, session.owner_life = worker, worker.life
+        self._settle(session, None)
+
+    def disown(self, session: RoutedSession) -> None:
+        """Note the news that nobody owns the session."""
+        session.owner = None
         self._settle(session, None)
 
     def _settle(self, session: RoutedSession, receipt: Receipt | None) -> None:

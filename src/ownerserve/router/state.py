@@ -6,7 +6,8 @@ randomness.
 | WorkerUp, WorkerDown | candidates change; a new life unbinds what the old one held | Noted |
 | WorkerLeft | a worker that is down and runs nothing is forgotten | Noted |
 | Stamped | the worker's word on its load replaces what was known | Noted |
-| Reported, Gone, Claimed, TakenOver | the dated copy of extents and owners follows | Noted |
+| Reported, Gone, Claimed | the dated copy of extents and owners follows | Noted |
+| TakenOver, LeftToStore | the same, of a session of which no turn ran | Noted |
 | Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
 | FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
 | | where it computed itself what was split, the other worker's part comes off whole | |
@@ -48,17 +49,18 @@ import msgspec
 
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import ExecutionMode, PlacementAction, Tier
+from ownerserve.kv.messages import ExecutionMode, PlacementAction
 from ownerserve.router.account import Account, Books, audit
-from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, classify, run_at
+from ownerserve.router.asking import ask
+from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, run_at
 from ownerserve.router.fleet import Candidates, Fleet
+from ownerserve.router.idle import IdleDecisions
 from ownerserve.router.knowledge import Handovers, Knowledge
 from ownerserve.router.learning import Learning
 from ownerserve.router.messages import (
     NOTED,
     Aborted,
     Answer,
-    Arm,
     Arrive,
     AskRelease,
     Broken,
@@ -75,6 +77,7 @@ from ownerserve.router.messages import (
     FirstByte,
     Gone,
     Hedge,
+    LeftToStore,
     LegFailed,
     LetGo,
     Misjudged,
@@ -100,70 +103,10 @@ from ownerserve.router.opening import NEVER_OPENING, OpeningRule
 from ownerserve.router.policies.base import RoutingPolicy
 from ownerserve.router.requests.body import Prompt, Usage, believed
 from ownerserve.router.rollout.steering import Steering
-from ownerserve.router.sessions import DEFAULT_BYTES_PER_TOKEN, RoutedSession, SessionTable
+from ownerserve.router.sessions import RoutedSession, SessionTable
 from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.worker import Load, Receipt, Worker
 from ownerserve.router.workload import EndedTurn
-
-
-def ask(
-    arrive: Arrive,
-    session: RoutedSession | None,
-    candidates: Candidates,
-    *,
-    limits: Settings,
-    now_s: float,
-) -> RoutingRequest:
-    """Make the question that the policy is asked about `arrive`, as of `now_s`, for these
-    candidates."""
-    if session is None:
-        prompt_tokens = max(int(arrive.prompt_bytes / DEFAULT_BYTES_PER_TOKEN), 1)
-        return RoutingRequest(
-            prompt_tokens=prompt_tokens,
-            turn=classify(
-                turns=0, known_tokens=0, new_tokens=prompt_tokens, is_cold=False, limits=limits
-            ),
-            output_tokens=limits.output_tokens,
-            now_s=now_s,
-        )
-    prompt_tokens = int(arrive.prompt_bytes / session.bytes_per_token) or 1
-    prefix = session.prefix
-    if prefix is not None:
-        known_tokens = prefix.tokens
-    else:
-        prefix, known_tokens = session.stem, session.stem_tokens
-    if known_tokens >= prompt_tokens:
-        known_tokens = prompt_tokens - 1  # the last one is always computed
-    home, owner = session.home, session.owner
-    serving = candidates.serving  # who is up; when nobody is, who may be
-    if owner is not None and (owner.life != session.owner_life or owner not in serving):
-        owner = None
-    if home is None or home.life != session.home_life or home not in serving:
-        home = owner
-    turns, idle_s = session.turns, now_s - session.idle_since_s
-    return RoutingRequest(
-        prompt_tokens=prompt_tokens,
-        session=arrive.session,
-        turn=classify(
-            turns=turns,
-            known_tokens=known_tokens,
-            new_tokens=prompt_tokens - known_tokens,
-            is_cold=home is None or idle_s > limits.cold_after_s,
-            limits=limits,
-        ),
-        turns=turns,
-        home=home,
-        owner=owner,
-        copies=session.copies(),
-        spec_digest="" if prefix is None else prefix.spec_digest,
-        known_tokens=known_tokens,
-        is_emptied=home is not None and session.emptied is home,
-        output_tokens=int(session.output_tokens) or limits.output_tokens,
-        own_pending_tokens=0 if home is None else session.pending_at(home),
-        idle_s=idle_s,
-        since_move_s=now_s - session.last_move_s,
-        now_s=now_s,
-    )
 
 
 class RetryBudget:
@@ -240,6 +183,9 @@ class RouterState:
         self.account = Account()
         self._knowledge = Knowledge(self.fleet, self.sessions)
         self._steering = Steering(policy=policy)
+        self.idle = IdleDecisions(
+            self.fleet, self.sessions, lambda: (self._steering, self._settings)
+        )
         self.learning = learning
         """What the derived settings follow; None: they stay as they are."""
         self._settings = settings
@@ -260,6 +206,7 @@ class RouterState:
             Gone: self._knowledge.gone,
             Claimed: self._knowledge.claimed,
             TakenOver: self._knowledge.taken_over,
+            LeftToStore: self._knowledge.left_to_store,
             Arrive: self._arrive,
             FirstByte: self._first_byte,
             ComputedApart: self._prefilled,
@@ -314,30 +261,6 @@ class RouterState:
     def live(self) -> int:
         """How many dispatches are live: their ends are not yet known."""
         return len(self._live)
-
-    def place_idle(self, name: SessionId, source: Worker, arm: Arm, now: float) -> Worker | None:
-        """Return the worker, but `source`, where a turn of the session would run were it to come
-        now, of those that can take its state over; None: there is none, or it is not idle. Nothing
-        is counted, and nobody bound."""
-        session = self.sessions.get(name)
-        if session is None or session.pending or session.owner is not source:
-            return None
-        digest = source.profile.spec_digest
-        everyone = self._steering.eligible(self.fleet.candidates(None), arm)
-        unfit = [
-            one
-            for one in everyone.everyone()
-            if one is source
-            or one.profile.spec_digest != digest
-            or Tier.DEVICE not in one.profile.lends
-        ]
-        candidates = everyone.without(unfit)
-        if not candidates:
-            return None
-        prompt_bytes = int((session.known_tokens + 1) * session.bytes_per_token)
-        arrive = Arrive(name, prompt_bytes, arm=arm)
-        request = ask(arrive, session, candidates, limits=self._settings, now_s=now)
-        return self._steering.decide(request, candidates, arm).worker
 
     # Workers
 

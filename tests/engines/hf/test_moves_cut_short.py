@@ -1,5 +1,6 @@
-"""A session is taken over, and one of both workers dies or stands still amid it: one may write, no
-answer is wrong, and the session is somebody's. Over real processes; all else: test_moves.py.
+"""A session is taken over or put away, and one of both workers dies or stands still amid it: one
+may write, no answer is wrong, and the session is somebody's. Over real processes; all else:
+test_moves.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ownerserve.kv.ids import SessionId  # noqa: E402
 from ownerserve.kv.messages import RoutingUnit  # noqa: E402
 from ownerserve.kv.wire.headers import LenderAddress  # noqa: E402
 from ownerserve.kv.wire.refusals import WorkerRefusal  # noqa: E402
-from ownerserve.kv.wire.rpc import Reject, RpcAnswer, Take  # noqa: E402
+from ownerserve.kv.wire.rpc import Reject, RpcAnswer, RpcRequest, Suspend, Take  # noqa: E402
 from ownerserve.node.rpc.server import RpcClient  # noqa: E402
 from tests.support.hf.engine_rig import assert_cold, text  # noqa: E402
 from tests.support.hf.owning_fleet import BootClock  # noqa: E402
@@ -73,10 +74,15 @@ class Rig:
 
     def take(self) -> threading.Thread:
         """The other worker is told to take the session over; its answer goes to `said`."""
-        asked = Take(AGENT, LenderAddress(self.here.unit, self.here.rpc))
+        return self._tell(self.there, Take(AGENT, LenderAddress(self.here.unit, self.here.rpc)))
 
+    def suspend(self) -> threading.Thread:
+        """The owner is told to put the session away; its answer goes to `said`."""
+        return self._tell(self.here, Suspend(AGENT))
+
+    def _tell(self, worker: WorkerProcess, asked: RpcRequest) -> threading.Thread:
         def asking() -> None:
-            client = RpcClient(self.there.rpc, timeout_s=WAIT_S)
+            client = RpcClient(worker.rpc, timeout_s=WAIT_S)
             try:
                 self.said.append(client.ask(asked))  # type: ignore[arg-type]
             except TimeoutError:
@@ -169,3 +175,24 @@ def test_a_target_that_dies_as_it_is_moved_owns_until_its_lease_is_over(rig: Rig
     answer = rig.here.serve(longest, AGENT)
     assert answer["cached"] >= 592
     assert_cold(MODEL, longest, answer)
+
+
+@pytest.mark.parametrize("end", ["dies", "stands_still"])
+def test_an_owner_that_dies_as_it_puts_a_session_away_leaves_it_to_whose_turn_comes(
+    rig: Rig, end: str
+) -> None:
+    rig.wire.hold()
+    rig.suspend()
+    until(rig.asks_for_the_move, what="the owner stops, and gives it up to nobody")
+    if end == "dies":
+        kill(rig.here)
+    else:
+        rig.here.freeze()
+    assert_cold(MODEL, rig.longer, rig.there.serve(rig.longer, AGENT))  # a guest's, at first
+    until(lambda: rig.owner() == rig.there.unit, what="the lease is over, the other binds")
+    if end == "stands_still":
+        rig.here.thaw()
+        rig.wire.let_go()  # its word comes late, and changes nothing
+        assert_cold(MODEL, rig.longer, rig.here.serve(rig.longer, AGENT))
+        assert rig.owner() == rig.there.unit
+        assert rig.here.metric("ownerserve_sessions_owned") == 0

@@ -2,6 +2,7 @@
 
     UNKNOWN --Bind--> OWNED --Transfer--> OWNED by the target
                       OWNED --owner's lease runs out, or its next life registers--> ORPHAN
+                      OWNED --Transfer to nobody (NO_UNIT)--> ORPHAN
                       ORPHAN --Bind by anyone alive--> OWNED
                       OWNED --EndSession | swept--> UNKNOWN
 
@@ -48,7 +49,7 @@ from ownerserve.directory.messages import (
     SessionIs,
     Transfer,
 )
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import NO_UNIT, RoutingUnit
 
 
 def bind(records: Records, ask: Bind, at: Moment) -> Transaction:
@@ -90,7 +91,8 @@ def transfer(records: Records, ask: Transfer, at: Moment) -> Transaction:
         session, ask.version
     ):
         return Transaction(Conflict(session_is(records, session, at)))
-    if not checks.target_lives(holder_of(records, ask.target), ask.target, at.now_s):
+    lives = checks.target_lives(holder_of(records, ask.target), ask.target, at.now_s)
+    if not lives and ask.target != NO_UNIT:
         return refuse(DirectoryRefusal.TARGET_NOT_LIVE)
     if not checks.may_issue(at.now_s, at.open_at_s):
         return refuse_until_open(at)

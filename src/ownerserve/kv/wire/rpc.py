@@ -243,6 +243,14 @@ class HandOver(msgspec.Struct, frozen=True, tag="hand_over"):
     epoch: Epoch | None = None
 
 
+class Suspend(msgspec.Struct, frozen=True, tag="suspend"):
+    """Suspend asks a worker to put an idle session that it owns away into its store, and then to
+    own it no more: whoever its next turn comes to brings it from there. `Suspended` answers it.
+    """
+
+    session_id: SessionId
+
+
 RpcRequest = (
     AskLender
     | AskLine
@@ -258,6 +266,7 @@ RpcRequest = (
     | Commit
     | Release
     | ReleaseSession
+    | Suspend
     | Take
 )
 
@@ -344,6 +353,11 @@ class SessionTaken(msgspec.Struct, frozen=True, tag="session_taken", omit_defaul
     epoch: Epoch | None = None
 
 
+class Suspended(msgspec.Struct, frozen=True, tag="suspended"):
+    """Suspended answers `Suspend`: nobody owns the session now, and what of it was worth a copy is
+    in the store."""
+
+
 RpcAnswer = (
     Accepted
     | LenderSays
@@ -354,6 +368,7 @@ RpcAnswer = (
     | SessionStands
     | StatusIs
     | SessionTaken
+    | Suspended
     | Admit
     | Reject
     | Reserved

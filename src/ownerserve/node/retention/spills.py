@@ -259,6 +259,12 @@ class IdleSpills:
             heappush(self._queue, (0.0, name))
         return set(names)
 
+    def put_away(self, session_id: SessionId) -> None:
+        """Make one idle session due now, since it leaves."""
+        if session_id in self._due:
+            self._due[session_id] = 0.0
+            heappush(self._queue, (0.0, session_id))
+
     def is_pending(self, sessions: Set[SessionId]) -> bool:
         """Return whether anything of `sessions` is still to be copied."""
         batches = (*self._looking.values(), *self._copying)

@@ -1,18 +1,20 @@
-"""Sessions come to a node (node.restore.coming) for who moves them (node.transfers.moves): who
-waits for which, on the thread that owns the cache.
+"""Sessions come to a node (node.restore.coming), and leave it for the store
+(node.retention.leaving), for who moves them (node.transfers): who waits for which, on the thread
+that owns the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.node.vocabulary.events import (
     CameIn,
     Event,
     RestoreOutcome,
     SessionCame,
     SessionComing,
+    SessionLeaves,
     TurnGone,
 )
 
@@ -20,12 +22,13 @@ CameTold = Callable[[RestoreOutcome], None]
 
 
 class Comings:
-    """`Comings` owns who hears of each session that comes. `handle` tells the node an event, and
-    has the turns run that may run then."""
+    """`Comings` owns who hears of each session that comes or is put away. `handle` tells the node
+    an event, and has the turns run that may run then."""
 
     def __init__(self, handle: Callable[[Event], None]) -> None:
         self._handle = handle
         self._told: dict[TurnId, CameTold] = {}
+        self._putting_away: dict[SessionId, list[Callable[[], None]]] = {}
 
     def bring(self, coming: SessionComing, told: CameTold) -> None:
         """Begin to bring a session's state; `told` hears once how that ended, unless it is given
@@ -47,3 +50,14 @@ class Comings:
         told = self._told.pop(end.turn_id, None)
         if told is not None:
             told(end.outcome)
+
+    def put_away(self, session_id: SessionId, told: Callable[[], None]) -> None:
+        """Begin to put an idle session's state into the store; `told` hears once when that is
+        over."""
+        self._putting_away.setdefault(session_id, []).append(told)
+        self._handle(SessionLeaves(session_id))
+
+    def is_put_away(self, session_id: SessionId) -> None:
+        """Tell who waits that nothing of the session is being copied any more."""
+        for told in self._putting_away.pop(session_id, ()):
+            told()

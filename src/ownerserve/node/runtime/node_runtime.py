@@ -25,7 +25,7 @@ import msgspec
 from ownerserve.cache.outcomes import Resume
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.runtime.engine_port import EnginePort
@@ -50,6 +50,7 @@ from ownerserve.node.vocabulary.events import (
     NotFetched,
     NotKept,
     OperationId,
+    PutAway,
     RecordsFound,
     Remember,
     Remembered,
@@ -115,6 +116,8 @@ class NodeRuntime:
         self._writing: dict[OperationId, tuple[Ticket, Writing]] = {}
         self.came_in: Callable[[CameIn], None] = lambda end: None
         """Hears of each session whose state was brought, how that ended (comings.py)."""
+        self.put_away: Callable[[SessionId], None] = lambda session_id: None
+        """Hears of each session that was to be put away that it is (comings.py)."""
         self._to_checkpoint: list[TurnId] = []
         self.stored_bytes = 0
         if journal is not None and journal.found:
@@ -245,6 +248,8 @@ class NodeRuntime:
                     self._forget_copy(operation_id)
                 case CameIn():
                     self.came_in(effect)
+                case PutAway(session_id):
+                    self.put_away(session_id)
                 case CallOffPrefill(turn_id):
                     if (peers := self._backing.tiers.peers) is not None:
                         peers.call_off(turn_id)

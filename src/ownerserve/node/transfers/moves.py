@@ -141,6 +141,11 @@ class MovingNode(Protocol):
         """Take in that the session is idle here."""
         ...
 
+    def put_away(self, session_id: SessionId, told: Callable[[], None]) -> None:
+        """Begin to put an idle session's state into the store; `told` hears once when that is
+        over."""
+        ...
+
 
 class LeavingSessions:
     """`LeavingSessions` tells peers where sessions stand that are owned here, and hands them over.

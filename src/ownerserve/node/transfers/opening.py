@@ -29,6 +29,7 @@ from ownerserve.kv.wire.rpc import (
     Prefill,
     RpcAnswer,
     RpcRequest,
+    Suspend,
     Take,
 )
 from ownerserve.node.transfers.engines import ARENA_BYTES, NodeEngines, check_engines
@@ -39,6 +40,7 @@ from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
 from ownerserve.node.transfers.roads import EVERYWHERE, READV, ROADS, NodeRoads, kinds_of
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import OnEngine, SourceSide
+from ownerserve.node.transfers.suspending import Suspensions
 from ownerserve.node.transfers.target_side import TargetSide
 from ownerserve.node.transfers.turn_lends import TurnLends
 from ownerserve.node.vocabulary.records import RecordNames
@@ -157,7 +159,8 @@ class NodeTransfers:
         """What is computed here for others; None: nothing is."""
         self.leaving: LeavingSessions | None = None
         self.takes: Takes | None = None
-        """How sessions leave, and come; None: none does."""
+        self.suspensions: Suspensions | None = None
+        """How sessions leave, come, and are put away; None: none is."""
         self._is_started = False
 
     def compute_for_others(
@@ -179,6 +182,7 @@ class NodeTransfers:
 
         self.leaving = LeavingSessions(cache, engine, on_engine)
         self.takes = Takes(self._unit, cache, engine, node=node, on_engine=on_engine)
+        self.suspensions = Suspensions(engine, node, self.leaving)
 
     def start(self, on_engine: OnEngine, *, rpc: str = "") -> None:
         """Begin to lend and bring; `on_engine` runs calls where the cache is owned. `rpc`: the
@@ -213,15 +217,17 @@ class NodeTransfers:
                     stands = self._on_engine(partial(self.leaving.stands, request))
                     return cast("Future[RpcAnswer]", stands)
                 case HandOver() if self.leaving is not None:
-                    return self._handed(self.leaving, request)
+                    return self._later(partial(self.leaving.hand_over, request))
+                case Suspend() if self.suspensions is not None:
+                    return self._later(partial(self.suspensions.suspend, request))
                 case Take() if self.takes is not None:
                     return self.service.run(self.takes.take(request, self.service.target))
             return others(request)
 
         return answer
 
-    def _handed(self, leaving: LeavingSessions, asked: HandOver) -> Future[RpcAnswer]:
-        """Begin to hand a session over; the answer comes later than from the engine's thread."""
+    def _later(self, begin: Callable[[Future[RpcAnswer]], None]) -> Future[RpcAnswer]:
+        """Begin what is answered later than from the engine's thread."""
         answer: Future[RpcAnswer] = Future()
         answer.set_running_or_notify_cancel()
 
@@ -229,7 +235,7 @@ class NodeTransfers:
             if (error := done.exception()) is not None:
                 answer.set_exception(error)
 
-        self._on_engine(partial(leaving.hand_over, asked, answer)).add_done_callback(begun)
+        self._on_engine(partial(begin, answer)).add_done_callback(begun)
         return answer
 
     def counts(self) -> TransferCounts:

@@ -81,6 +81,12 @@ class SessionCame(msgspec.Struct, frozen=True, eq=False):
     hashed: HashedPrefix
 
 
+class SessionLeaves(msgspec.Struct, frozen=True):
+    """Event: the idle session is to be in the store, whatever its gap; `PutAway` answers it."""
+
+    session_id: SessionId
+
+
 class RecordsFound(msgspec.Struct, frozen=True):
     """Event: the catalogue has answered a `FindRecords`. `held` says where each id is, as a hint;
     ids that are not stored are not in it.
@@ -229,6 +235,7 @@ Event = (
     | TurnGone
     | SessionComing
     | SessionCame
+    | SessionLeaves
     | SessionOver
     | Copied
     | Kept
@@ -354,6 +361,13 @@ class CameIn(msgspec.Struct, frozen=True):
     outcome: RestoreOutcome
 
 
+class PutAway(msgspec.Struct, frozen=True):
+    """Effect: tell who waits for it that nothing of the session is being copied any more: what was
+    worth it, and fitted, is in the store."""
+
+    session_id: SessionId
+
+
 class CallOffPrefill(msgspec.Struct, frozen=True):
     """Effect: tell who was ordered to compute the turn's prompt, if anybody was, that it is not
     waited for any more."""
@@ -414,6 +428,7 @@ Effect = (
     | DropOperation
     | CallOffPrefill
     | CameIn
+    | PutAway
     | Start
     | StoreCopy
     | Pin

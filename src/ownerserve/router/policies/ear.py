@@ -79,7 +79,8 @@ def move(request: RoutingRequest, home: Worker, target: Worker, *, fleet: Candid
     """
     actions = target.profile.actions
     peer, stored = peer_copy(request, target), stored_copy(request, target)
-    wanted = Move(request.owner or home, target, request.known_tokens)
+    spared_ms = wait_ms(request, home, fleet) - target.queue_ms
+    wanted = Move(request.owner or home, target, request.known_tokens, spared_ms)
     reason = DispatchReason.HOT_OWNER
     if peer is not None and peer.worker is request.owner and _MIGRATION in actions:
         return bring_to(request, target, reason, action=_MIGRATION, source=peer)

@@ -105,7 +105,7 @@ class OwnerServe:
         reason = _STAYS[state]
         if best.worker is not home:
             reason = _CHEAPEST if target is None else _HOT_OWNER
-        return take(best, reason, ranked=ranked, wanted=self._wish(request, home, target, best))
+        return take(best, reason, ranked=ranked, wanted=self._wish(request, home, target, ranked))
 
     def _begin_anew(self, request: RoutingRequest, home: Worker, fleet: Candidates) -> Decision:
         """Choose where a session goes whose home has lost a long part of its state: home would have
@@ -156,21 +156,25 @@ class OwnerServe:
         return self._pricer.takes(worker, tokens)
 
     def _wish(
-        self, request: RoutingRequest, home: Worker, target: Worker | None, best: Option
+        self, request: RoutingRequest, home: Worker, target: Worker | None, ranked: list[Option]
     ) -> Move | None:
-        """A migration that should follow the turn, or that would have been cheaper."""
+        """Return a migration that should follow the turn, or that would have been cheaper but for
+        the time on the network, for which nobody waits between turns."""
+        best = ranked[0]
         if best.worker is not home:
             if best.action is _MIGRATION or not request.known_tokens:
                 return None
-            return Move(request.owner or home, best.worker, request.known_tokens)
+            spared_ms = min(one.total_ms for one in ranked if one.worker is home) - best.total_ms
+            return Move(request.owner or home, best.worker, request.known_tokens, spared_ms)
         source = None if target is None else peer_copy(request, target)
         holder = None if source is None else source.worker
         if target is None or source is None or holder is None or holder is not request.owner:
             return None
         moving = self._pricer.bring(request, target, action=_MIGRATION, source=source)
-        if moving.total_ms >= best.total_ms:
+        spared_ms = best.total_ms - (moving.total_ms - moving.network_ms)
+        if spared_ms <= 0.0:
             return None
-        return Move(holder, target, request.known_tokens)
+        return Move(holder, target, request.known_tokens, spared_ms)
 
 
 _STAYS = {

@@ -79,9 +79,15 @@ class Steering(msgspec.Struct, frozen=True, kw_only=True):
 
     def decide(self, request: RoutingRequest, candidates: Candidates, arm: Arm) -> Decision:
         """Choose a worker of `candidates` for the request, and say why."""
-        if self.canary is not None and arm is _CANARY:
-            return self.canary.decide(request, candidates)
-        return self.policy.decide(request, candidates)
+        return self._decider(arm).decide(request, candidates)
+
+    def moves(self, arm: Arm) -> bool:
+        """Return whether who decides for the arm ever moves a session for load's sake, by T_hot and
+        T_cool."""
+        return isinstance(self._decider(arm), TunedPolicy)
+
+    def _decider(self, arm: Arm) -> RoutingPolicy:
+        return self.canary if self.canary is not None and arm is _CANARY else self.policy
 
     def watched(
         self, decision: Decision, request: RoutingRequest, candidates: Candidates

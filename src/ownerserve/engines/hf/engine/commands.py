@@ -57,6 +57,7 @@ from ownerserve.kv.wire.rpc import (
     RpcRequest,
     Status,
     StatusIs,
+    Suspend,
     Take,
 )
 from ownerserve.kv.wire.status import WorkerLoad
@@ -243,7 +244,7 @@ class TurnAdmission:
                 return Reject(WorkerRefusal.MALFORMED)  # each answer of this engine says it
             case AskPrefix() | AskLender() | Prefill() | EndPrefill():
                 return Reject(WorkerRefusal.MALFORMED)  # nothing is lent here
-            case AskSession() | HandOver() | Take():
+            case AskSession() | HandOver() | Suspend() | Take():
                 return Reject(WorkerRefusal.MALFORMED)  # nor moved
 
     def standing(self) -> Standing:

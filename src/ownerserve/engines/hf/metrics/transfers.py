@@ -51,8 +51,8 @@ class TransferCollector(Collector):
         yield from _ordered(counts)
         moves = CounterMetricFamily(
             "ownerserve_session_moves",
-            "Sessions that were to move here (came: taken) or from here (went: moved), by how that"
-            " ended, or why the session stayed.",
+            "Sessions that were to move here (came: taken) or from here (went: moved, also to the"
+            " store), by how that ended, or why the session stayed.",
             labels=["way", "end"],
         )
         for (way, end), count in sorted(counts.moves.items()):

@@ -314,8 +314,8 @@ class WithNode:
         self._returned = 0
         self.calibration = node.calibration
         self.comings = Comings(self._handle)
-        """`comings` are the sessions that move here."""
-        node.came_in = self.comings.ended
+        """`comings` are the sessions that move here, or are put away."""
+        node.came_in, node.put_away = self.comings.ended, self.comings.is_put_away
 
     @property
     def tiers(self) -> Mapping[Tier, int | None]:
