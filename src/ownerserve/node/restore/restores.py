@@ -588,6 +588,13 @@ class Restores:
         pending = self._pending.get(turn_id)
         return [] if pending is None else self._started(pending, RestoreOutcome.NO_ROOM, now)
 
+    def displaced(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
+        """Start the turn with the parts that have come, and read no more: others need the room."""
+        pending = self._pending.get(turn_id)
+        if pending is None:
+            return []
+        return [*self._abandon(pending, RestoreOutcome.NO_ROOM, now), Start(turn_id)]
+
     def gone(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
         """Give the turn's restore up, since the turn was given up; no error where there is none."""
         pending = self._pending.get(turn_id)

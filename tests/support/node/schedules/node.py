@@ -142,7 +142,7 @@ class SimNode:
         self._parts: dict[int, tuple[ReadPart, ...]] = {}
         self._asked: dict[int, FindRecords | Fetch] = {}
         self._is_stepping = False
-        self._returned = 0
+        self._arrivals_ended = 0
         self._tick()
 
     def _transfers(self) -> None:
@@ -363,8 +363,8 @@ class SimNode:
         effects: deque[Effect] = deque(self.state.handle(event, self._now))
         while effects:
             effects.extend(self._perform(effects.popleft()))
-        if self._returned != self.state.room_queue.returned:
-            self._returned = self.state.room_queue.returned
+        if self._arrivals_ended != self.cache.ingest.ended:
+            self._arrivals_ended = self.cache.ingest.ended
             self.scheduler.room_returned()
 
     def _perform(self, effect: Effect) -> Iterable[Effect]:
