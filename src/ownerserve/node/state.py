@@ -410,7 +410,7 @@ class NodeState:
         if not self.coming.turn_ids or (has_room and not len(room_queue)):
             return []
         coming = self.coming.turn_ids
-        return [effect for one in coming for effect in self.restores.displaced(one, now)]
+        return [effect for one in coming for effect in self.restores.stop(one, now)]
 
     def _came(self, event: SessionCame, now: float) -> None:
         """Take a session in as one whose turn has ended here, and has left its state at its last

@@ -584,12 +584,8 @@ class Restores:
         return self._decide(pending, now)
 
     def stop(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
-        """Start the turn with the parts that have come: there is no room for another one."""
-        pending = self._pending.get(turn_id)
-        return [] if pending is None else self._started(pending, RestoreOutcome.NO_ROOM, now)
-
-    def displaced(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
-        """Start the turn with the parts that have come, and read no more: others need the room."""
+        """Start the turn with the parts that have come: there is no room for another one, or no
+        more for the one that is on its way."""
         pending = self._pending.get(turn_id)
         if pending is None:
             return []
