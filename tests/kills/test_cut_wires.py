@@ -904,6 +904,8 @@ CUT_AS_READ: dict[str, str] = {
     "said moved.epoch": _TAKEN,
     "said moved.open_tokens": f"{_MOVES}::test_it_comes_back_with_all_that_its_owners_left",
     "said session_stands.epoch": _TAKEN,
+    "said session_stands.restorable_tokens": f"{_MOVES}::"
+    "test_it_stays_while_its_owner_does_not_say_what_it_holds",
     "said session_stands.sealed_tokens": _TAKEN,
     "said session_stands.tip": _TAKEN,
     "said session_stands.tokens": _TAKEN,

@@ -28,7 +28,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire import rpc
 from ownerserve.kv.wire.headers import TURN_HEADER, TurnLine, encode_turn_line
 from ownerserve.router.requests.identity import Scope
-from tests.support.kills.processes import SESSION_HEADER, Fleet, Member, Worker
+from tests.support.kills.processes import SESSION_HEADER, Fleet, Worker
 from tests.support.kills.wires import WAIT_S, At, Lane, Trap
 from tests.support.waits import until
 
@@ -42,6 +42,8 @@ ROUNDS_MAX = 60
 HANG_UP_S = 0.3
 """So long a client waits that hangs up: less than a long answer takes, or a frozen worker."""
 LONG_ANSWER_TOKENS = 400
+LEAVES_S = 3.0
+"""So long a worker is drained, unless what is waited for is said before."""
 
 
 class Sessions:
@@ -148,6 +150,17 @@ def freezes(scene: Scene) -> Iterator[None]:
         yield
 
 
+def drains(scene: Scene) -> Iterator[None]:
+    """A worker is drained, and its sessions leave it for the other."""
+    trap = scene.fleet.wires.trap
+    assert trap is not None
+    while True:
+        scene.fleet.drain("w0")
+        trap.sprung.wait(LEAVES_S)
+        scene.fleet.undrain("w0")
+        yield
+
+
 def commanded(*words: str) -> Cause:
     """Somebody runs `ownerserve directory WORDS`; `TIP` stands for a prefix that is known."""
 
@@ -196,15 +209,15 @@ PLAYED = {
     _tag(rpc.Release): Said(PLACES, hangs_up),
     _tag(rpc.Cancel): Said(PLACES, freezes),
     _tag(rpc.ReleaseSession): Said(PLACES),
+    _tag(rpc.Take): Said(Lane("gateway", "w1"), drains),
+    # The other worker asks these, at the address that the gateway tells it: over the same wire.
+    _tag(rpc.AskSession): Said(PLACES, drains),
+    _tag(rpc.HandOver): Said(PLACES, drains),
 }
-BY_PEERS = {
-    "ask_prefix", "ask_lender", "prefill", "end_prefill", "take", "ask_session", "hand_over",
-    "suspend",
-}  # fmt: skip
-"""Workers ask these of each other, past the wires of this fleet, and a gateway a Take or a Suspend
-of a node that this fleet's workers lack: a lender that is frozen or killed is
-engines/hf/test_bringing.py's, one that computes for another test_prefilling.py's, one whose session
-moves test_moves_cut_short.py's, one that puts a session away test_suspended.py's."""
+BY_PEERS = {"ask_prefix", "ask_lender", "prefill", "end_prefill", "suspend"}
+"""Workers ask these of each other, and a gateway a Suspend of a node that this fleet's workers
+lack: a lender that is frozen or killed is engines/hf/test_bringing.py's, one that computes for
+another test_prefilling.py's, one that puts a session away test_suspended.py's."""
 BY_VLLM = {_tag(one) for one in (rpc.Status, rpc.ListHeld, rpc.Probe, rpc.AskLine)}
 
 
@@ -248,6 +261,10 @@ IN_CI = [
     Case("cancel", "w0", At.REQUEST),
     Case("release_session", "gateway", At.ANSWER),
     Case("release_session", "w0", At.REQUEST),
+    Case("take", "w1", At.REQUEST),
+    Case("ask_session", "w0", At.REQUEST),
+    Case("hand_over", "w0", At.ANSWER),
+    Case("hand_over", "w1", At.ANSWER),
 ]
 CASES = ALL if os.environ.get("OWNERSERVE_ALL_KILLS") else IN_CI
 
@@ -267,26 +284,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield made
     finally:
         made.close()
-
-
-@pytest.fixture(scope="module")
-def cold(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[list[int]], list[int]]]:
-    """What a worker of its own answers, that never saw a session."""
-    folder = tmp_path_factory.mktemp("cold")
-    given = "worker --model tiny-qwen3 --kv-memory 8MiB --threads 1 --port 0"
-    member = Member("cold", folder, given.split())
-    member.begin()
-    member.await_ready()
-    url = (folder / "cold.ready").read_text().strip()
-
-    def answer(prompt: list[int]) -> list[int]:
-        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
-        found = httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S).json()
-        ids: list[int] = found["choices"][0]["token_ids"]
-        return ids
-
-    yield answer
-    member.terminate()
 
 
 def name_of(session: str) -> SessionId:

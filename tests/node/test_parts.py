@@ -325,6 +325,41 @@ def test_a_session_that_comes_takes_for_each_part_the_room_that_a_turn_would() -
     driver.state.check()
 
 
+def coming(driver: NodeDriver) -> TurnId:
+    """A session is on its way here, and slots are reserved for a part of it."""
+    comes = TurnId("comes")
+    lender = LenderAddress(RoutingUnit(WorkerId("s"), 0, Incarnation(1)), "tcp://s:1")
+    driver.handle(SessionComing(comes, SessionId("s0"), prefix_of(LONG, B).hashed, lender))
+    while not any(isinstance(asked, Fetch) for asked in driver.pending):
+        answer_next(driver)
+    assert reserved(driver) == PART
+    return comes
+
+
+def test_a_session_that_comes_makes_way_for_a_turn_that_waits_for_room() -> None:
+    driver = with_stored(LONG, blocks=16)
+    running(driver, blocks=9)
+    comes = coming(driver)
+    turn = driver.arrive(OTHER, session=None)  # 3 blocks are left: no room for its first part
+    assert comes not in driver.state.coming and not reserved(driver)
+    driver.idle(0.0)
+    assert turn in driver.started
+    driver.state.check()
+
+
+def test_a_session_that_comes_makes_way_for_turns_that_grow() -> None:
+    """No step of the engine may lack room for it: who runs would be preempted."""
+    driver = with_stored(LONG, blocks=16)
+    blocker = running(driver, blocks=11)
+    comes = coming(driver)
+    driver.handle(Tick())
+    assert comes in driver.state.coming, "there is room for a step still"
+    assert driver.cache.reserve(blocker, 12 * B, driver.now) == ()
+    driver.handle(Tick())
+    assert comes not in driver.state.coming and not reserved(driver)
+    driver.state.check()
+
+
 def test_a_prefetch_takes_no_part_that_is_not_free() -> None:
     settings = NodeSettings(
         record_blocks=PART, spill_after_s=1.0, hold_ms_per_s=0.0, part_tokens=PART * B

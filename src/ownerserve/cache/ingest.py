@@ -66,12 +66,18 @@ class Ingest:
     wins."""
 
     def __init__(self, tree: PrefixTree, pools: SlotPools, counters: Counters) -> None:
+        self.ended = 0
+        """How many arrivals are over: what was reserved for them is in the tree, or free."""
         self._tree = tree
         self._pools = pools
         self._counters = counters
         self._block = pools.layout.block_tokens
         self._pending: dict[int, Pending] = {}
         self._tickets = 0
+
+    def __len__(self) -> int:
+        """Return how many arrivals have slots that are not the cache's yet, or not again."""
+        return len(self._pending)
 
     def reserve(self, arrival: Arrival, now: float) -> SlotsReserved | NoRoom | CacheRefused:
         """Take slots for what is not resident of the arrival, and lock the part that is."""
@@ -122,6 +128,7 @@ class Ingest:
         if pending is None or pending.lock is None:
             raise InvalidInput("ticket", f"{ticket} is not reserved", "reserve it first")
         del self._pending[ticket]
+        self.ended += 1
         tree, lock, arrival = self._tree, pending.lock, pending.arrival
         if not self._is_verified(parts, lock.depth, lock.depth + len(pending.blocks)):
             self._counters.quarantined += 1
@@ -174,6 +181,7 @@ class Ingest:
         if pending is None or pending.lock is not None:
             raise InvalidInput("ticket", f"{ticket} is not on hold", "abort it first")
         self._give(self._pending.pop(ticket))
+        self.ended += 1
 
     def _give(self, pending: Pending) -> None:
         self._pools.blocks.give(pending.blocks)

@@ -291,12 +291,11 @@ class RoomQueue:
         part_blocks = max(-(-part // block), settings.record_blocks)
         step_blocks = -(-settings.step_tokens // block)
         self.part_blocks = part_blocks + step_blocks if part else None
+        self.step_blocks = max(1, step_blocks)
         self._cache = cache
         self._walks = walks
         self._held_blocks = held_blocks
         self._room_wait_s = settings.room_wait_s
-        self.returned = 0
-        """`returned` counts the parts whose slots were reserved and are the cache's again."""
         self._turns: dict[TurnId, _LinedTurn] = {}
         self._waiting: set[TurnId] = set()
 
@@ -323,7 +322,6 @@ class RoomQueue:
     def back(self, turn_id: TurnId, now: float) -> None:
         """Take a turn that was let on back in line, where it stood: a part has come for it, and is
         retained."""
-        self.returned += 1
         self._turns[turn_id].is_waiting = True
         self._waiting.add(turn_id)
         self.loaded(turn_id, now)

@@ -276,7 +276,7 @@ class NodeState:
             self._reprice(now)
         self.cache.sessions.expire(now)
         self.cache.lends.expire(now)
-        effects = self.restores.overdue(now) + self._let_on(now)
+        effects = self.restores.overdue(now) + self._let_on(now) + self._make_way(now)
         effects += self.pressure_relief.tick(now)
         effects += self.idle_spills.tick(now)
         if self.idle_spills.over:
@@ -369,7 +369,7 @@ class NodeState:
             if event.hashed is not None:
                 self.chains.hashed(event.tokens, event.session_id, event.hashed)
         self.room_queue.arrived(event, now)
-        return self._let_on(now)
+        return self._let_on(now) + self._make_way(now)
 
     def _let_on(self, now: float) -> list[Effect]:
         """Let the turns on for which there is room: what they are brought next is."""
@@ -410,6 +410,16 @@ class NodeState:
             return [CameIn(event.turn_id, RestoreOutcome.NO_ROOM)]
         arrival = self.coming.begin(event)
         return list(self.restores.arrived(arrival, self.chains, now=now))
+
+    def _make_way(self, now: float) -> list[Effect]:
+        """Give up the sessions that come where a turn waits for room, or would in the next step:
+        what is here comes before."""
+        room_queue, occupancy = self.room_queue, self.cache.occupancy
+        has_room = occupancy.obtainable_blocks() >= room_queue.step_blocks
+        if not self.coming.turn_ids or (has_room and not len(room_queue)):
+            return []
+        coming = self.coming.turn_ids
+        return [effect for one in coming for effect in self.restores.stop(one, now)]
 
     def _came(self, event: SessionCame, now: float) -> None:
         """Take a session in as one whose turn has ended here, and has left its state at its last

@@ -27,6 +27,8 @@ from ownerserve.kv.wire.rpc import (  # noqa: E402
     Moved,
     Nonce,
     Reject,
+    Released,
+    ReleaseSession,
     RpcAnswer,
     RpcRequest,
     Said,
@@ -38,6 +40,7 @@ from ownerserve.kv.wire.rpc import (  # noqa: E402
 )
 from ownerserve.node.runtime.node_runtime import Calibration  # noqa: E402
 from ownerserve.node.transfers.opening import TransferPlace  # noqa: E402
+from ownerserve.node.transfers.target_side import TargetSide  # noqa: E402
 from tests.support.hf.assumed import DEAR, pass_over  # noqa: E402
 from tests.support.hf.engine_rig import assert_cold, text  # noqa: E402
 from tests.support.hf.fleet_rig import WAIT_S, ServedWorker  # noqa: E402
@@ -271,6 +274,35 @@ def test_who_has_another_epoch_or_version_gets_nothing(fleet: Fleet) -> None:
     until(lambda: asked(there, AskSession(NAME)) == Reject(WorkerRefusal.NOT_OWNER))
     assert record(fleet).owner == here.unit
     assert serve_at(here, longer)["mode"] == "direct_append"
+
+
+def test_it_stays_while_its_owner_does_not_say_what_it_holds(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state does not come, though there is some: that is no reason to have it computed."""
+    here, there = fleet.workers
+    longer = first_turn(fleet)
+
+    async def silent(*_: object) -> None:
+        return None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TargetSide, "look", silent)
+        assert asked(there, Take(NAME, address(here))) == Reject(WorkerRefusal.NOT_BROUGHT)
+    assert record(fleet).owner == here.unit
+    assert serve_at(here, longer)["mode"] == "direct_append"
+
+
+def test_it_is_handed_over_though_nothing_of_it_is_left(fleet: Fleet) -> None:
+    """Its owner's copy went elsewhere, or had to go: whoever takes it over computes it."""
+    here, there = fleet.workers
+    longer = first_turn(fleet)
+    assert asked(here, ReleaseSession(NAME)) == Released()
+    taken = asked(there, Take(NAME, address(here)))
+    assert isinstance(taken, SessionTaken) and (taken.version, taken.tokens) == (1, 0)
+    assert record(fleet).owner == there.unit
+    assert_cold(MODEL, longer, serve_at(there, longer, epoch=taken.epoch))
+    until(lambda: fleet.version(NAME) == 2)
 
 
 def test_while_the_directory_is_silent_both_are_guests_and_then_it_is_moved(fleet: Fleet) -> None:

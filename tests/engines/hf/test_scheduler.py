@@ -7,7 +7,7 @@ import pytest
 from ownerserve.cache.effects import CopyState, LoadPoint, ResetState, SavePoint
 from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.layout import Component, Layout
-from ownerserve.cache.outcomes import Append, Begun, Replay, Turn
+from ownerserve.cache.outcomes import Append, Arrival, Begun, Replay, SlotsReserved, Turn
 from ownerserve.engines.hf.scheduling.requests import WorkerRefusal
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import (
@@ -23,7 +23,7 @@ from ownerserve.engines.hf.scheduling.step import (
 )
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.prefix import pack
+from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.node.vocabulary.chains import prefix_of
 
@@ -360,6 +360,24 @@ def test_no_room_beside_a_held_turn_is_no_failure() -> None:
     bench.cache.abort(TurnId("x"), 0.0)
     bench.scheduler.release(TurnId("held.0"))
     assert not any(plan.failed for plan in bench.drain())
+
+
+def test_no_room_beside_what_comes_is_no_failure() -> None:
+    """Slots that are reserved for state which no turn here waits for can be had once it has come,
+    or is given up."""
+    bench = Bench(blocks=4)
+    tokens = pack(range(50, 50 + 3 * BLOCK))
+    arrival = Arrival(tokens, hash_prefix(tokens, BLOCK)[-1])
+    comes = bench.cache.ingest.reserve(arrival, 0.0)
+    assert isinstance(comes, SlotsReserved)
+    bench.arrive("b", list(range(8)), new=1)
+    assert not any(plan.failed for plan in bench.drain())
+    assert bench.scheduler.load().waiting == 1, "it waits, and does not spin"
+    bench.cache.ingest.abort(comes.ticket, 0.0)
+    bench.cache.ingest.quiet(comes.ticket)
+    bench.scheduler.room_returned()
+    plans = bench.drain()
+    assert [one.request_id for plan in plans for one in plan.admitted] == ["b"]
 
 
 def test_a_replay_has_a_floor_and_no_snapshot_below_it() -> None:

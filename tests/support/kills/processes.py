@@ -220,6 +220,21 @@ class Fleet:
                 return ids
         return None
 
+    def drain(self, worker: str, *, through: int = 0) -> None:
+        """Tell a gateway that is there to send the worker no new turn."""
+        self._tell(worker, "drain", through)
+
+    def undrain(self, worker: str, *, through: int = 0) -> None:
+        """Tell a gateway that is there to send it turns again."""
+        self._tell(worker, "undrain", through)
+
+    def _tell(self, worker: str, what: str, through: int) -> None:
+        (url,) = [one.url for one in self.workers if one.name == worker]
+        name = url.removeprefix("http://")
+        with suppress(httpx.HTTPError):
+            admin = f"http://127.0.0.1:{self.admins[through]}"
+            httpx.post(f"{admin}/workers/{name}/{what}", timeout=WAIT_S)
+
     def at_rest(self) -> bool:
         """Whether no request is anywhere: what came in is done or was refused (invariant 3)."""
         for admin in self.admins:

@@ -326,7 +326,8 @@ class SessionStands(msgspec.Struct, frozen=True, tag="session_stands", omit_defa
     """SessionStands answers `AskSession`: owners finished `version` turns of the session, which
     left `sealed_tokens` in whole blocks, whose prefix hash is `tip`. `tokens` are those from the
     beginning that are on the device, as state is named by them (packed, under the tenant's salt):
-    fewer where some went. `epoch`: under which it is owned; None: no directory knows it.
+    fewer where some went. `epoch`: under which it is owned; None: no directory knows it. A turn
+    could go on from `restorable_tokens` of them: fewer where point state went.
     """
 
     version: int
@@ -334,6 +335,7 @@ class SessionStands(msgspec.Struct, frozen=True, tag="session_stands", omit_defa
     tokens: bytes = b""
     tip: bytes = b""
     epoch: Epoch | None = None
+    restorable_tokens: int = 0
 
 
 class Moved(msgspec.Struct, frozen=True, tag="moved", omit_defaults=True):

@@ -8,6 +8,8 @@ and no turn runs. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES
 from ownerserve.node.vocabulary.events import RestoreOutcome, SessionComing, TurnArrived
@@ -26,6 +28,11 @@ class ComingSessions:
 
     def __init__(self) -> None:
         self._under_way: set[TurnId] = set()
+
+    @property
+    def turn_ids(self) -> Collection[TurnId]:
+        """The turns that stand for what comes now."""
+        return tuple(self._under_way)
 
     def __contains__(self, turn_id: TurnId) -> bool:
         return turn_id in self._under_way

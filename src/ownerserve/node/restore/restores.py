@@ -584,9 +584,12 @@ class Restores:
         return self._decide(pending, now)
 
     def stop(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
-        """Start the turn with the parts that have come: there is no room for another one."""
+        """Start the turn with the parts that have come: there is no room for another one, or no
+        more for the one that is on its way."""
         pending = self._pending.get(turn_id)
-        return [] if pending is None else self._started(pending, RestoreOutcome.NO_ROOM, now)
+        if pending is None:
+            return []
+        return [*self._abandon(pending, RestoreOutcome.NO_ROOM, now), Start(turn_id)]
 
     def gone(self, turn_id: TurnId, now: float) -> Iterable[Effect]:
         """Give the turn's restore up, since the turn was given up; no error where there is none."""

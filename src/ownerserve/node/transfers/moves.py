@@ -9,7 +9,7 @@
 | T | leaves by | holds |
 |---|---|---|
 | asking | where it stands; a refusal, silence | nothing |
-| bringing | its state is here, or computing it is as good; it did not come; called off | slots |
+| bringing | as much is here, or computing it is as good; it did not come; called off | slots |
 | handing | `Moved`; a version that moved on: asking, once; refused; 2 s of silence | cached state |
 
 After silence both are guests, and T asks the directory whose the session is.
@@ -53,7 +53,7 @@ from ownerserve.kv.wire.rpc import (
     Take,
     new_nonce,
 )
-from ownerserve.node.restore.coming import USABLE
+from ownerserve.node.restore.coming import ANY_TOKEN, USABLE
 from ownerserve.node.transfers.source_side import OnEngine
 from ownerserve.node.vocabulary.events import RestoreOutcome, SessionCame, SessionComing
 
@@ -158,24 +158,26 @@ class LeavingSessions:
         self._on_engine = on_engine
 
     def stands(self, asked: AskSession) -> SessionStands | Reject:
-        """Tell where the session stands, as its last turn here left it."""
+        """Tell where the session stands, as its last turn here left it; one that is owned here,
+        and of which nothing is left, stands at its beginning."""
         session = self._cache.sessions.get(asked.session_id)
         grant = self._engine.ownership.standing(asked.session_id)
         version = 0 if session is None else session.version
-        if session is None or not version:
+        if grant is None and not version:
             return Reject(WorkerRefusal.UNKNOWN_SESSION)
         if grant is None and self._engine.ownership.owner_of(asked.session_id) is not None:
             return Reject(WorkerRefusal.NOT_OWNER)
         tokens = self._cache.residents.tokens_of(asked.session_id)
         if len(tokens) > TOKENS_MAX_BYTES:
             return Reject(WorkerRefusal.TOO_LONG)
-        sealed = session.sealed * self._cache.layout.block_tokens
+        sealed = 0 if session is None else session.sealed * self._cache.layout.block_tokens
         return SessionStands(
             version if grant is None else grant.version,
             sealed,
             tokens,
-            session.tip or b"",
+            b"" if session is None else session.tip or b"",
             None if grant is None else grant.epoch,
+            restorable_tokens(session, self._cache.layout),
         )
 
     def hand_over(self, asked: HandOver, answer: Future[RpcAnswer]) -> None:
@@ -203,10 +205,11 @@ class LeavingSessions:
         session = self._cache.sessions.get(asked.session_id)
         if self._engine.is_live(asked.session_id):
             return WorkerRefusal.SESSION_IS_RUNNING
+        if asked.epoch is not None:  # then the grant counts, which the owner looks at
+            return None
         if session is None or not session.version:
             return WorkerRefusal.UNKNOWN_SESSION
-        is_owned = asked.epoch is not None  # then the grant counts, which the owner looks at
-        return None if is_owned or session.version == asked.version else WorkerRefusal.STALE_VERSION
+        return None if session.version == asked.version else WorkerRefusal.STALE_VERSION
 
     def _let_go(self, session_id: SessionId) -> None:
         try:
@@ -307,8 +310,15 @@ class Takes:
         hashed = HashedPrefix(self._cache.layout.block_tokens)
         hashed.grow(stands.tokens)
         if hashed.digests and await self._bring(asked, hashed) not in USABLE:
-            return Reject(WorkerRefusal.NOT_BROUGHT)
+            here = await asyncio.wrap_future(self._on_engine(lambda: self._restorable(hashed)))
+            if cast("int", here) < stands.restorable_tokens:
+                return Reject(WorkerRefusal.NOT_BROUGHT)
         return _Brought(stands, hashed)
+
+    def _restorable(self, hashed: HashedPrefix) -> int:
+        """Return how many of these tokens a turn could go on from here; on the engine's thread."""
+        points = self._cache.match(hashed.tokens + ANY_TOKEN).points
+        return max((point.position for point in points if not point.lacks), default=0)
 
     async def _bring(self, asked: Take, hashed: HashedPrefix) -> RestoreOutcome:
         """Bring what `hashed` names, in the room that the session's next turn would take here.
@@ -356,7 +366,8 @@ class Takes:
         known, hashed = sessions.get(session_id), brought.hashed
         is_further = known is not None and known.sealed > len(hashed.digests)
         if brought.is_whole and not is_further:
-            version, tip = brought.stands.version, hashed.digests[-1]
+            # A turn left it, if only a guest's, which its owner's version does not count.
+            version, tip = max(1, brought.stands.version), hashed.digests[-1]
             there = Install(session_id, version, hashed.tokens, moved.open_tokens, tip)
             if self._cache.install(there, time.monotonic()) is None:
                 self._engine.met(session_id, hashed)

@@ -41,7 +41,7 @@ class SimRoads:
     def open(self, road: str, address: str, memory: LenderPlaces | None) -> SimMover | None:
         if road == READV.name and memory is None:
             return None
-        source = self._node.world.nodes.get(address.partition(":")[0])
+        source = self._node.world.at(address.partition(":")[0])
         kind = READV if road == READV.name else TCP
         return None if source is None else SimMover(self._node, source, kind)
 

@@ -1,6 +1,6 @@
 """The network between nodes: frames are lost, doubled, late and in another order until it heals.
 
-SimLine   in place of `AsyncFramedClient`: the same calls, over this network
+SimLine   in place of `AsyncFramedClient`: the same calls, over this network; a node's or gateway's
 SimPort   in place of `RpcServer`'s thread: its flights, deadlines and what it gives back
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.wire.refusals import WorkerRefusal
@@ -19,6 +19,7 @@ from ownerserve.kv.wire.rpc import (
     Accepted,
     AskLender,
     AskPrefix,
+    AskSession,
     Cancel,
     Cancelled,
     EndPrefill,
@@ -34,7 +35,7 @@ from ownerserve.node.rpc.server import ANSWER_S, NEVER_S, Flight, Flights, Joine
 
 if TYPE_CHECKING:
     from tests.support.node.schedules.node import SimNode
-    from tests.support.node.schedules.world import World
+    from tests.support.node.schedules.schedule import Schedule
 
 FASTEST_S, HEALTHY_S = 0.0005, 0.002
 
@@ -42,7 +43,7 @@ FASTEST_S, HEALTHY_S = 0.0005, 0.002
 class Network:
     """See the module. One of the schedule's."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Schedule) -> None:
         self._world = world
         draw = world.draw
         self.loss = draw.choice((0.0, 0.0, 0.05, 0.2))
@@ -62,10 +63,19 @@ class Network:
             world.loop.call_later(FASTEST_S + self.slowest_s * draw.random(), action)
 
 
-class SimLine:
-    """A line from one node to the port at an address. `key` is who asks."""
+class Asker(Protocol):
+    """A process that asks."""
 
-    def __init__(self, address: str, *, key: SimNode, **_: Any) -> None:
+    is_dead: bool
+
+    @property
+    def world(self) -> Schedule: ...
+
+
+class SimLine:
+    """A line from a process to the port at an address. `key` is who asks."""
+
+    def __init__(self, address: str, *, key: Asker, **_: Any) -> None:
         self._near, self._address = key, address
         self._numbers = count()
         self._waiting: dict[int, asyncio.Future[bytes | None]] = {}
@@ -86,6 +96,10 @@ class SimLine:
 
     def tell(self, data: bytes) -> None:
         self._send(next(self._numbers), data)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     def close(self) -> None:
         self._is_closed = True
@@ -130,7 +144,7 @@ class SimPort:
                 self._send(envelope, before)
             return
         future = self._asked(request)
-        offers = isinstance(request, Prefill | AskPrefix | AskLender)
+        offers = isinstance(request, Prefill | AskPrefix | AskLender | AskSession)
         now_s = self._node.world.loop.time()
         until_s = now_s + ANSWER_S if offers else NEVER_S
         self.flights.begin(Flight(envelope, nonce, future, until_s))
@@ -150,7 +164,7 @@ class SimPort:
             case EndPrefill():
                 return node.between(lambda: node.prefills.answer(request))
             case _:
-                raise AssertionError(f"nobody asks {request}")
+                return node.answer(request)
 
     def _cancel(self, asked: Cancel) -> None:
         match self.flights.call_off(asked.nonce):

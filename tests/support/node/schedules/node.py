@@ -28,6 +28,7 @@ from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
 from ownerserve.node.state import NodeState
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.peers import Peers
@@ -75,7 +76,7 @@ from tests.support.node.schedules.service import SimService
 from tests.support.node.toy_memory import ToyMemory
 
 if TYPE_CHECKING:
-    from tests.support.node.schedules.world import World
+    from tests.support.node.schedules.schedule import Schedule
 
 RUNNING, WAITING = 3, 12
 PART_TOKENS = NAMES.blocks * B
@@ -107,7 +108,7 @@ class LiveTurn(msgspec.Struct, eq=False):
 class SimNode:
     """See the module."""
 
-    def __init__(self, world: World, name: str, life: int, *, slots: int) -> None:
+    def __init__(self, world: Schedule, name: str, life: int, *, slots: int) -> None:
         self.world, self.name = world, name
         self.unit = RoutingUnit(WorkerId(name), 0, Incarnation(life))
         self.is_dead, self.frozen_until_s = False, 0.0
@@ -142,7 +143,7 @@ class SimNode:
         self._parts: dict[int, tuple[ReadPart, ...]] = {}
         self._asked: dict[int, FindRecords | Fetch] = {}
         self._is_stepping = False
-        self._returned = 0
+        self._arrivals_ended = 0
         self._tick()
 
     def _transfers(self) -> None:
@@ -178,6 +179,7 @@ class SimNode:
             if self.is_frozen:
                 self.world.loop.call_at(self.frozen_until_s, act)
                 return
+            self.world.acting = self
             action()
 
         self.world.loop.call_soon(act)
@@ -203,6 +205,16 @@ class SimNode:
         if stands:
             self.service.source.was_read(ticket)
         return stands
+
+    def answer(self, request: RpcRequest) -> Future[RpcAnswer]:
+        """Answer what has nothing to do with transfers."""
+        raise AssertionError(f"nobody asks {request}")
+
+    def kill(self) -> None:
+        """End this life: nothing of it is done any more."""
+        self.is_dead = True
+        self.service.source.close()
+        self.service.target.close()
 
     # -- turns ---------------------------------------------------------------------------------
 
@@ -363,8 +375,8 @@ class SimNode:
         effects: deque[Effect] = deque(self.state.handle(event, self._now))
         while effects:
             effects.extend(self._perform(effects.popleft()))
-        if self._returned != self.state.room_queue.returned:
-            self._returned = self.state.room_queue.returned
+        if self._arrivals_ended != self.cache.ingest.ended:
+            self._arrivals_ended = self.cache.ingest.ended
             self.scheduler.room_returned()
 
     def _perform(self, effect: Effect) -> Iterable[Effect]:

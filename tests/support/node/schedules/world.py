@@ -8,42 +8,23 @@ nobody writes into memory that was let go of.
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import random
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
-from unittest.mock import patch
+from collections.abc import Iterable
 
 import msgspec
 
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.node.transfers import (
-    landing,
-    lending,
-    part_bring,
-    peers,
-    prefills,
-    source_side,
-    target_side,
-)
+from ownerserve.node.transfers import prefills
 from tests.support.node.lending_nodes import B
 from tests.support.node.retired import RetiredMemory
 from tests.support.node.schedules.clock import VirtualLoop
-from tests.support.node.schedules.network import Network, SimLine
 from tests.support.node.schedules.node import SimNode, prompt_of
-from tests.support.node.schedules.service import FiberFuture, SimExecutor
-from tests.support.node.toy import VOCABULARY, cold
+from tests.support.node.schedules.schedule import ANSWER, Schedule, play_one
+from tests.support.node.toy import cold
 
 HEAL_S, QUIET_S = 8.0, 60.0
 ACTIONS = 40
-ANSWER = 3
 SESSIONS = 6
-
-
-class Violation(AssertionError):
-    """Something that must hold does not."""
 
 
 class Asked(msgspec.Struct):
@@ -55,40 +36,24 @@ class Asked(msgspec.Struct):
     decode_from: str = ""
 
 
-class World:
+class World(Schedule):
     """One schedule."""
 
     def __init__(self, seed: int, loop: VirtualLoop, retired: RetiredMemory) -> None:
-        self.draw = random.Random(seed)
-        self.loop, self.retired = loop, retired
-        self.counts: Counter[str] = Counter()
-        self.is_well = False
-        self.network = Network(self)
-        self.breaking = self.draw.choice((0.0, 0.0, 0.02))
-        self._pause_s = self.draw.choice((0.002, 0.02, 0.3))
-        self._step_s = self.draw.choice((0.01, 0.1, 0.4))
-        self._slots = self.draw.choice((20, 28, 48))
+        super().__init__(seed, loop, retired)
         self._life = 1
         self.nodes: dict[str, SimNode] = {}
         for name in ("a", "b", "c")[: self.draw.choice((2, 3, 3))]:
-            self.nodes[name] = SimNode(self, name, 1, slots=self._slots)
-        self._heads = [self._text(self.draw.randint(1, 4) * B) for _ in range(2)]
+            self.nodes[name] = SimNode(self, name, 1, slots=self.slots)
+        self._heads = [self.text(self.draw.randint(1, 4) * B) for _ in range(2)]
         self._sessions = [[*self.draw.choice([*self._heads, []])] for _ in range(SESSIONS)]
         self._last_at: dict[int, str] = {}
         self.open: dict[TurnId, Asked] = {}
         self._turns = 0
 
-    def require(self, holds: object, problem: str) -> None:
-        if not holds:
-            raise Violation(problem)
-
-    def pause_s(self) -> float:
-        """How long what is asked of a thread waits for it."""
-        return 0.001 if self.is_well else self.draw.random() * self._pause_s
-
-    def step_s(self) -> float:
-        """How long a step of an engine takes."""
-        return 0.01 if self.is_well else self.draw.random() * self._step_s
+    @property
+    def lives(self) -> Iterable[SimNode]:
+        return self.nodes.values()
 
     # -- a schedule ----------------------------------------------------------------------------
 
@@ -100,13 +65,7 @@ class World:
         self.loop.run_for(QUIET_S)
         self.require(not self.open, f"turns without an answer: {self.open}")
         self._last_turn()
-        for node in self.nodes.values():
-            self._check_end(node)
-        if self.retired.standing:
-            gc.collect()
-        is_somebody_dead = self.counts["killed"] > 0  # whose memory nobody has let go of
-        self.require(is_somebody_dead or not self.retired.standing, "landings are left")
-        self.require(not self.retired.late_bytes(), "a write into memory that was let go of")
+        self.check_end()
 
     def _act(self) -> None:
         draw = self.draw
@@ -130,17 +89,14 @@ class World:
         else:
             self._press(node)
 
-    def _text(self, tokens: int) -> list[int]:
-        return [self.draw.randrange(VOCABULARY) for _ in range(tokens)]
-
     def _begin(self, node: SimNode) -> None:
         draw = self.draw
         session = draw.randrange(SESSIONS)
         if any(one.session == session for one in self.open.values()):
             return
-        new = draw.randint(B // 2, self._slots // 3 * B)
-        prompt = [*self._sessions[session], *self._text(new)]
-        if len(prompt) + ANSWER > (self._slots - 2) * B:
+        new = draw.randint(B // 2, self.slots // 3 * B)
+        prompt = [*self._sessions[session], *self.text(new)]
+        if len(prompt) + ANSWER > self.longest:
             self._sessions[session] = []
             return
         others = [name for name in sorted(self.nodes) if name != node.name]
@@ -187,24 +143,17 @@ class World:
 
     def _press(self, node: SimNode) -> None:
         """A turn like no other, which needs nearly all there is."""
-        self._run(node, Asked(self._text((self._slots - 3) * B), SESSIONS + self._turns, node.name))
+        self._run(node, Asked(self.text((self.slots - 3) * B), SESSIONS + self._turns, node.name))
 
     def _kill(self, node: SimNode) -> None:
-        node.is_dead = True
+        node.kill()
         self.counts["killed"] += 1
-        node.service.source.close()
-        node.service.target.close()
         for turn_id in [one for one, asked in self.open.items() if asked.at == node.name]:
             del self.open[turn_id]
         self._life += 1
-        self.nodes[node.name] = SimNode(self, node.name, self._life, slots=self._slots)
+        self.nodes[node.name] = SimNode(self, node.name, self._life, slots=self.slots)
 
     # -- what nodes say ------------------------------------------------------------------------
-
-    def arrives(self, address: str, data: bytes, answer: Callable[[bytes], None]) -> None:
-        """A frame is at the port of whoever is at that address now."""
-        node = self.nodes[address.removeprefix("tcp://").partition(":")[0]]
-        node.soon(lambda: node.port.arrives(data, answer))
 
     def answered(self, turn_id: TurnId, said: list[int], *, is_brought: bool) -> None:
         asked = self.open.pop(turn_id, None)
@@ -229,68 +178,11 @@ class World:
             node.cache.pressure.evict_blocks(node.cache.occupancy.evictable_blocks())
         target, source = sorted(self.nodes)[:2]
         before = self.counts["answered, computed by a peer"]
-        self._run(self.nodes[target], Asked(self._text(6 * B), SESSIONS, target, source))
+        self._run(self.nodes[target], Asked(self.text(6 * B), SESSIONS, target, source))
         self.loop.run_for(20.0)
         self.require(self.counts["answered, computed by a peer"] > before, "nothing was brought")
-
-    def _check_end(self, node: SimNode) -> None:
-        books = node.books()
-        self.require(not any(books.values()), f"{node.name} still has {books}")
-        node.service.source.state.check()
-        node.service.target.state.check()
-        node.scheduler.check()
-        node.state.check()
-        self.require(not node.memory.wrong_slots(node.cache), "the tree has wrong bytes")
-        for session in list(node.cache.sessions):
-            node.cache.sessions.let_go(session.session_id)
-        levels = node.cache.occupancy
-        node.cache.pressure.evict_blocks(levels.evictable_blocks())
-        self.require(not levels.blocks.used, "blocks are left")
-        for kind, count in node.prefills.counts.items():
-            self.counts[f"prompt {kind}"] += count
-        for kind, count in node.peers.brings.items():
-            self.counts[f"bring {kind}"] += count
 
 
 def play(seed: int) -> Counter[str]:
     """One schedule; an error names its seed. Returns what was in it."""
-    loop, retired = VirtualLoop(), RetiredMemory()
-    raised: list[BaseException] = []
-
-    def note(_: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        error = context.get("exception")
-        raised.append(error if isinstance(error, BaseException) else Violation(str(context)))
-        loop.stop()
-
-    loop.set_exception_handler(note)
-    try:
-        with ExitStack() as patched:
-            for module in (lending, peers, prefills):
-                patched.enter_context(patch.object(module, "time", loop))
-            patched.enter_context(patch.object(target_side, "AsyncFramedClient", SimLine))
-            patched.enter_context(patch.object(part_bring, "Future", FiberFuture))
-            patched.enter_context(patch.object(source_side, "time", loop))
-            patched.enter_context(patch.object(landing, "np", retired.numpy))
-            world = World.__new__(World)
-            executor = lambda *_: SimExecutor(loop, lambda: world.pause_s())  # noqa: E731
-            patched.enter_context(patch.object(source_side, "ThreadPoolExecutor", executor))
-            World.__init__(world, seed, loop, retired)
-            try:
-                world.play()
-            finally:
-                if raised:
-                    raise raised[0]
-            return world.counts
-    except BaseException as error:
-        error.add_note(f"node schedule {seed}, at {loop.time():.3f} s")
-        raise
-    finally:
-        _end(loop)
-
-
-def _end(loop: VirtualLoop) -> None:
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.set_exception_handler(lambda *_: None)
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
+    return play_one(World, seed).counts

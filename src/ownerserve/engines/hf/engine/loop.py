@@ -21,7 +21,6 @@ from ownerserve.cache.effects import Effect
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Table
 from ownerserve.cache.metrics import snapshot
-from ownerserve.cache.outcomes import Install
 from ownerserve.engines.hf.engine.commands import (
     Abort,
     AskCache,
@@ -76,7 +75,7 @@ from ownerserve.engines.hf.scheduling.step import (
 )
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, Tier, execution_mode, lost_tokens
-from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, PrefixSalt
+from ownerserve.kv.prefix import HashedPrefix, PrefixSalt
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
@@ -92,6 +91,7 @@ from ownerserve.kv.wire.rpc import (
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.inventory import Inventory
 from ownerserve.node.ownership.ownership import Owning, SessionLeft, TurnCame, TurnLeft, Unowned
+from ownerserve.node.ownership.taking_over import take_over
 from ownerserve.node.runtime.busy import BusyMeter
 from ownerserve.node.runtime.refill import RefillGauge
 from ownerserve.node.transfers.prefills import (
@@ -141,38 +141,6 @@ class IntakeClock:
     def forget(self, request_id: str) -> None:
         """Forget the request, which is over or was refused."""
         self._spent.pop(request_id, None)
-
-
-def take_over(
-    cache: HeteroCache,
-    session_id: SessionId,
-    ownership: Owning,
-    *,
-    prompt: PromptPrefix,
-    now: float,
-) -> bool:
-    """Bring a session to the version at which this worker owns it, where that is another than was
-    counted here: others owned it before, or an earlier life of this worker. Return whether it was
-    done.
-
-    The prompt must go on from what the directory was told last, and this cache must not be ahead
-    of that. Else a later turn does it. Of a fork that no owner finished a turn of (version 0, on
-    its parent's prefix) there is nothing to take over.
-    """
-    session, grant = cache.sessions.get(session_id), ownership.standing(session_id)
-    if grant is None or session is None or grant.version in (0, session.version):
-        return False
-    sealed, tip = grant.tokens // cache.layout.block_tokens, prompt.digest_at(grant.tokens)
-    if (
-        tip is None
-        or sealed < session.sealed
-        or ownership.prefix_name(tip, session_id) != grant.prefix_hash
-    ):
-        return False
-    tail = session.tail if sealed == session.sealed and session.tip == tip else b""
-    tokens = prompt.tokens[: grant.tokens * TOKEN_BYTES]
-    there = Install(session_id, grant.version, tokens, tail, tip)
-    return cache.install(there, now) is None
 
 
 logger = logging.getLogger(__name__)

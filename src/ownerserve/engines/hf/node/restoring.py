@@ -311,7 +311,7 @@ class WithNode:
         self._scheduler = scheduler
         self._metrics = metrics
         self._turns: dict[TurnId, _Turn] = {}
-        self._returned = 0
+        self._arrivals_ended = 0
         self.calibration = node.calibration
         self.comings = Comings(self._handle)
         """`comings` are the sessions that move here, or are put away."""
@@ -366,8 +366,8 @@ class WithNode:
         self._start(self._node.poll(time.monotonic()))
         self._scheduler.checkpoint(self._node.checkpoints())
         state = self._node.state
-        if state.room_queue.returned != self._returned:
-            self._returned = state.room_queue.returned
+        if state.cache.ingest.ended != self._arrivals_ended:
+            self._arrivals_ended = state.cache.ingest.ended
             self._scheduler.room_returned()
         self._metrics.stored(state.idle_spills.counts, self._node.stored_bytes)
         self._metrics.store.wrote(state.checkpoints.account)

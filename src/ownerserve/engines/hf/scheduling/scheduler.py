@@ -297,8 +297,8 @@ class Scheduler:
         self._starved = False  # what was reserved for it can be had, or evicted, again
 
     def room_returned(self) -> None:
-        """Look for room again: slots that were reserved for a held turn can be had, or evicted,
-        though it stays held."""
+        """Look for room again: slots that were reserved for state to come can be had, or evicted,
+        whether or not a held turn waits for more of it."""
         self._starved = False
 
     def checkpoint(self, turn_ids: Iterable[TurnId]) -> None:
@@ -498,9 +498,9 @@ class Scheduler:
 
     @property
     def _reserves_elsewhere(self) -> bool:
-        """`_reserves_elsewhere` tells whether slots may be reserved for held turns: no room now
-        does not mean never."""
-        return bool(self._held)
+        """`_reserves_elsewhere` tells whether slots may be reserved for held turns, or are for
+        state that comes while no turn waits for it: no room now does not mean never."""
+        return bool(self._held) or len(self._cache.ingest) > 0
 
     def _begin(self, sequence: Sequence, now: float) -> tuple[int, tuple[Effect, ...]] | None:
         """Open the turn and take the first chunk's slots; None: there is no room, and nothing is
