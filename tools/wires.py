@@ -71,7 +71,6 @@ DEAD: dict[str, str] = {
     "ownerserve.transfer.layout.shards.asks": TRANSFER,
     "ownerserve.transfer.layout.strided.StridedCopies": TRANSFER,
     "ownerserve.transfer.layout.known.ring.rows_of": TRANSFER,
-    "ownerserve.transfer.movers.arena.ArenaBook": TRANSFER,
     "ownerserve.transfer.movers.digests.KeyedBlake3": TRANSFER,
     "ownerserve.transfer.movers.mooncake.mooncake_mover": TRANSFER,
     "ownerserve.transfer.movers.nixl.NixlProgress": TRANSFER,

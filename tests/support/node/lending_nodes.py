@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -26,7 +26,7 @@ from ownerserve.node.transfers.roads import ROADS
 from ownerserve.node.vocabulary.chains import Chains, prefix_of
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord
 from ownerserve.node.vocabulary.records import RecordNames
-from ownerserve.store.format.model import Want
+from ownerserve.store.format.model import ReadOutcome, Want
 
 B, LAYERS, HEADS = 16, 3, 2
 SECTIONS = {
@@ -77,6 +77,7 @@ class Node:
         roads: tuple[str, ...] = ROADS,
         pending_tokens: int = 0,
         life: int = 1000,
+        place: TransferPlace | None = None,
     ) -> None:
         self.cache = HeteroCache(LAYOUT, {"dense": slots, "swa": slots}, 4)
         self.chains = Chains.of(NAMES)
@@ -90,9 +91,14 @@ class Node:
         self.lending = Lending(self.cache, NAMES, self.chains, regions=lambda: told)
         self.unit = RoutingUnit(WorkerId(name), 0, Incarnation(life))
         self.transfers = NodeTransfers(
-            self.unit, self.lending, SECTIONS, block_tokens=B, place=TransferPlace(roads=roads)
+            self.unit,
+            self.lending,
+            SECTIONS,
+            block_tokens=B,
+            place=place or TransferPlace(roads=roads),
         )
         self._thread = ThreadPoolExecutor(1, "engine")
+        self._readers = ThreadPoolExecutor(1, "store-read")
         self.transfers.start(self.between)
         self.rpc = RpcServer()
         self._pending_tokens = pending_tokens
@@ -119,6 +125,10 @@ class Node:
 
     def between(self, work: Callable[[], object]) -> Future[object]:
         return self._thread.submit(work)
+
+    def reads(self, wants: Sequence[Want]) -> Future[ReadOutcome]:
+        """What a restore's thread reads of peers."""
+        return self._readers.submit(self.transfers.peers.read, wants)
 
     def turn(self, session: SessionId, prompt: list[int]) -> None:
         """A turn of the session has run, and kept its state at the end of its blocks."""
@@ -155,6 +165,7 @@ class Node:
         self.rpc.stop()
         self.transfers.stop()
         self._thread.shutdown()
+        self._readers.shutdown()
         self.cache.check()
 
 

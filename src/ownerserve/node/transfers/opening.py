@@ -4,7 +4,7 @@ and brings, and the tier that its peers are. Wiring only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import cast
@@ -15,7 +15,8 @@ from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.addresses import parse_endpoint
 from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.listening import LOOPBACK
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.units import GIB
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import (
@@ -29,16 +30,25 @@ from ownerserve.kv.wire.rpc import (
     RpcRequest,
     Take,
 )
+from ownerserve.node.transfers.lenders import Lenders, OnEngine, no_engine
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.moves import LeavingSessions, MovingEngine, MovingNode, Takes
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
 from ownerserve.node.transfers.roads import EVERYWHERE, READV, ROADS, NodeRoads
 from ownerserve.node.transfers.service import TransferService
-from ownerserve.node.transfers.source_side import OnEngine, SourceSide
+from ownerserve.node.transfers.source_side import SourceSide
+from ownerserve.node.transfers.stage import LendStage
+from ownerserve.node.transfers.stored_lends import (
+    LENT_TIERS,
+    LentStore,
+    StoredLends,
+    StoredSessions,
+)
 from ownerserve.node.transfers.target_side import TargetSide
 from ownerserve.node.transfers.turn_lends import TurnLends
 from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.plan.cost.prices import Prices
 from ownerserve.transfer.control.events import SourceEvent
 from ownerserve.transfer.movers.digests import Xxh3
 from ownerserve.transfer.movers.rights import permit_readers
@@ -48,19 +58,30 @@ from ownerserve.transfer.vocabulary import FramePiece, Runs
 
 Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
 
+STAGE_BYTES = GIB
+"""A part of a restore (NodeSettings.part_tokens) of 128 KiB a token; pages take room once they are
+written, and give it back."""
+
 
 class TransferPlace(msgspec.Struct, frozen=True):
     """A `TransferPlace` is where a node is read: an address of this machine, a port (0: a free
     one), and the fleet's key, without which it is on loopback. It reads others by `roads`, tried in
     that order; with `readv` among them, processes of its user on this machine may read it too.
     `prefill_peers` are RPC addresses of workers of which one computes a long prompt, where no
-    gateway has named one."""
+    gateway has named one. What it lends of its host memory and disk lies in `stage_bytes` of memory
+    meanwhile; 0: it lends nothing of them."""
 
     host: str = LOOPBACK
     port: int = 0
     key: FleetKey | None = None
     roads: tuple[str, ...] = ROADS
     prefill_peers: tuple[str, ...] = ()
+    stage_bytes: int = STAGE_BYTES
+
+    def lends(self, tiers: Collection[Tier]) -> tuple[Tier, ...]:
+        """Return from where a node with these tiers lends."""
+        stored = (tier for tier in LENT_TIERS if tier in tiers and self.stage_bytes)
+        return (Tier.DEVICE, *stored)
 
     def check(self) -> None:
         """Raise InvalidInput for roads that are none, or peers that have no such address."""
@@ -84,6 +105,9 @@ class TransferCounts(msgspec.Struct, frozen=True):
     moves: dict[tuple[str, str], int]
     """By `came` and `went`, and how each ended."""
     connections: int
+    staged_bytes: int
+    failed_stagings: int
+    stage_used_bytes: int
 
 
 class NodeTransfers:
@@ -92,26 +116,30 @@ class NodeTransfers:
     def __init__(
         self,
         unit: RoutingUnit,
-        lending: Lending,
+        lending: Lending | None,
         sections: Mapping[str, PayloadSection],
         *,
         block_tokens: int,
         place: TransferPlace,
     ) -> None:
-        """Open the port. Raises InvalidInput where it can't be had."""
-        self._lending = lending
-        self._unit = unit
-        self._on_engine: OnEngine = _no_engine
+        """Open the port. `lending` None: nothing on the device is lent. Raises InvalidInput where
+        the port can't be had."""
+        self._lenders = Lenders(lending)
+        self._sections = sections
+        self._unit, self._place = unit, place
+        self._on_engine: OnEngine = no_engine
         key = None if place.key is None else transfer_key(place.key)
         if READV.name in place.roads:
             permit_readers()
-        self._server = TcpServer(_Counted(lending, self), place.host, port=place.port, key=key)
-        lending.address = f"{place.host}:{self._server.port}"
-        self.address = lending.address
+        counted = _Counted(self._lenders, self)
+        self._server = TcpServer(counted, place.host, port=place.port, key=key)
+        self.address = f"{place.host}:{self._server.port}"
+        if lending is not None:
+            lending.address = self.address
 
         self.service = TransferService(
             lambda loop: (
-                SourceSide(unit, lending, self._on_engine, digests=Xxh3(), loop=loop),
+                SourceSide(unit, self._lenders, self._on_engine, digests=Xxh3(), loop=loop),
                 TargetSide(unit, sections, NodeRoads(key, place.roads), key=place.key, loop=loop),
             )
         )
@@ -129,11 +157,29 @@ class NodeTransfers:
     ) -> Prefills:
         """Compute prompts for peers too, by `engine`, and lend them as they come; call it before
         `start`."""
-        lending = self._lending
+        lending = self._lenders.device
+        assert lending is not None, "what is computed is on the device"
         lending.turns = turns = TurnLends(lending, cache, names, tell=self._tell_source)
         self.prefills = prefills = Prefills(cache, turns, engine)
         lending.ended = prefills.lend_ended
         return prefills
+
+    def lend_stored(
+        self,
+        names: RecordNames,
+        sessions: StoredSessions,
+        store: LentStore,
+        *,
+        prices: Callable[[], Prices],
+    ) -> None:
+        """Lend what `store` has of the sessions too, unless there is no memory for it; call it
+        before `start`."""
+        if not self._place.stage_bytes:
+            return
+        stage = LendStage(self._sections, self._place.stage_bytes)
+        stored = StoredLends(names, sessions, store, stage=stage, prices=prices)
+        stored.address, stored.tell = self.address, self._tell_source
+        self._lenders.stored = stored
 
     def move_sessions(self, cache: HeteroCache, engine: MovingEngine, node: MovingNode) -> None:
         """Have idle sessions move to peers and from them; call it before `start`."""
@@ -158,6 +204,8 @@ class NodeTransfers:
         """End all lends and brings, and free the port."""
         self.service.stop()
         self._server.close()
+        if self._lenders.stored is not None:
+            self._lenders.stored.close()
 
     def answering(self, others: Answerer) -> Answerer:
         """Return what answers peers here, and leaves everything else to `others`."""
@@ -167,8 +215,7 @@ class NodeTransfers:
                 case AskLender():
                     return self.service.ask(request)
                 case AskPrefix():
-                    told = self._on_engine(lambda: self._lending.prefix(request))
-                    return cast("Future[RpcAnswer]", told)
+                    return self._lenders.prefix(request, self._on_engine)
                 case Prefill() | EndPrefill() if self.prefills is not None:
                     done = self._on_engine(partial(self.prefills.answer, request))
                     return cast("Future[RpcAnswer]", done)
@@ -199,6 +246,7 @@ class NodeTransfers:
         """Return what came of lends and brings; any thread may call."""
         peers = self.peers
         lends = self.service.source.state.ends.copy() if self._is_started else {}
+        stored = self._lenders.stored
         return TransferCounts(
             looks=dict(peers.looks),
             brings=dict(peers.brings),
@@ -210,6 +258,9 @@ class NodeTransfers:
             prefills={} if self.prefills is None else dict(self.prefills.counts),
             moves=self._moves(),
             connections=self._server.connections,
+            staged_bytes=0 if stored is None else stored.counts["staged_bytes"],
+            failed_stagings=0 if stored is None else stored.counts["failed"],
+            stage_used_bytes=0 if stored is None else stored.stage.used_bytes(),
         )
 
     def _moves(self) -> dict[tuple[str, str], int]:
@@ -232,7 +283,7 @@ class NodeTransfers:
 class _Counted:
     """The lender that movers ask, which tells of each read that stood."""
 
-    def __init__(self, lending: Lending, transfers: NodeTransfers) -> None:
+    def __init__(self, lending: Lenders, transfers: NodeTransfers) -> None:
         self._lending, self._transfers = lending, transfers
 
     def runs(self, ticket: int, piece: FramePiece) -> Runs | None:
@@ -243,7 +294,3 @@ class _Counted:
         if stands:
             self._transfers.was_read(ticket)
         return stands
-
-
-def _no_engine(work: Callable[[], object]) -> Future[object]:
-    raise RuntimeError("the engine has not started")

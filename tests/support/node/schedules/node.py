@@ -29,6 +29,7 @@ from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.state import NodeState
+from ownerserve.node.transfers.lenders import Lenders
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import OrderedPrompt, Prefills, PrefillTimes
@@ -147,7 +148,8 @@ class SimNode:
 
     def _transfers(self) -> None:
         loop = self.world.loop
-        source = SourceSide(self.unit, self.lending, self.between, digests=Xxh3(), loop=loop)
+        lenders = Lenders(self.lending)
+        source = SourceSide(self.unit, lenders, self.between, digests=Xxh3(), loop=loop)
         who = cast(Any, self)  # lines say by it whose they are
         target = TargetSide(self.unit, SECTIONS, SimRoads(self), key=who, loop=loop)
         self.service = SimService(self, source, target)

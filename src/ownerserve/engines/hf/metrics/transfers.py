@@ -46,6 +46,7 @@ class TransferCollector(Collector):
             labels=["end"],
             values=counts.lends,
         )
+        yield from _staged(counts)
         yield from _ordered(counts)
         moves = CounterMetricFamily(
             "ownerserve_session_moves",
@@ -67,6 +68,26 @@ class TransferCollector(Collector):
         )
         readers.add_metric([], counts.connections)
         yield readers
+
+
+def _staged(counts: TransferCounts) -> Iterator[Metric]:
+    """Yield what was read of this worker's own tiers for peers."""
+    read = CounterMetricFamily(
+        "ownerserve_staged_bytes", "Bytes read of host memory and disk to be lent to peers."
+    )
+    read.add_metric([], counts.staged_bytes)
+    yield read
+    failed = CounterMetricFamily(
+        "ownerserve_staging_failures",
+        "Reads of host memory and disk for peers that gave nothing: the lend ended short.",
+    )
+    failed.add_metric([], counts.failed_stagings)
+    yield failed
+    used = GaugeMetricFamily(
+        "ownerserve_stage_used_bytes", "Memory that holds what is lent of host memory and disk now."
+    )
+    used.add_metric([], counts.stage_used_bytes)
+    yield used
 
 
 def _ordered(counts: TransferCounts) -> Iterator[Metric]:

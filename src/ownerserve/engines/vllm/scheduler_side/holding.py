@@ -205,9 +205,7 @@ class Holding:
         self._residency.copied(tip, _now())
 
     def _lost(self, lost: RecordsLost) -> None:
-        self._residency.lost(lost.ends, _now())
-        if lost.unnoted:
-            self._residency.all_lost(_now())
+        self._residency.lost(lost, _now())
 
     def _look_at_the_pool(self) -> None:
         if self._in_pool is not None:
