@@ -160,7 +160,8 @@ class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
     """AskLine asks what is to be said on the answer to a turn of the session; None: of none. Of a
     turn that comes, `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`:
     the highest under which its gateway knows it owned; `version`: how many turns it knows its
-    owners finished. Of an answer that begins, `request_id`: whose it is, as the gateway told it.
+    owners finished; `bring_from`: who holds more of its prompt. Of an answer that begins,
+    `request_id`: whose it is, as the gateway told it.
     """
 
     session_id: SessionId | None = None
@@ -169,6 +170,7 @@ class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
     epoch: Epoch | None = None
     version: int = 0
     request_id: str = ""
+    bring_from: LenderAddress | None = None
 
 
 class AskPrefix(msgspec.Struct, frozen=True, tag="ask_prefix", omit_defaults=True):

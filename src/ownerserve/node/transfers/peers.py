@@ -118,10 +118,7 @@ class Peers:
             if self._is_held(record, depth, points, grid=prefix.grid_blocks)
         }
         self.looks["found"] += 1
-        with self._lock:
-            self._offers.update(offers)
-            while len(self._offers) > OFFERS_KEPT:
-                self._offers.popitem(last=False)
+        self.learn(offers)
         return dict.fromkeys(offers, 0.0 if order is not None else ready_ms)
 
     def _held(self, prefix: PeerPrefix) -> PrefixIs | None:
@@ -143,6 +140,18 @@ class Peers:
     def has(self, ids: Sequence[bytes]) -> frozenset[bytes]:
         """Return which of `ids` a peer is said to hold."""
         return frozenset(id_ for id_ in ids if id_ in self._offers)
+
+    def offered(self, wants: Sequence[Want]) -> dict[bytes, PeerOffer]:
+        """Return what was offered of the wants, by id, for who brings it in another process."""
+        found = {want.id: self._offers.get(want.id) for want in wants}
+        return {id_: _slim(offer) for id_, offer in found.items() if offer is not None}
+
+    def learn(self, offers: Mapping[bytes, PeerOffer]) -> None:
+        """Take offers that were made in another process."""
+        with self._lock:
+            self._offers.update(offers)
+            while len(self._offers) > OFFERS_KEPT:
+                self._offers.popitem(last=False)
 
     def expect(self, parts: Sequence[Sequence[Want]]) -> None:
         """Bring all these parts, which one peer computes, once the first of them is read."""
@@ -271,6 +280,12 @@ class Peers:
         if record.first == record.end:
             return record.end in points and record.end <= depth
         return record.end == depth or (record.end < depth and record.end % grid == 0)
+
+
+def _slim(offer: PeerOffer) -> PeerOffer:
+    """Return the offer without what only a look needs."""
+    prefix = msgspec.structs.replace(offer.prefix, digests=(), records={})
+    return msgspec.structs.replace(offer, prefix=prefix)
 
 
 def _meta(want: Want, component: str) -> Meta:
