@@ -164,3 +164,21 @@ def test_room_is_nobody_elses_while_a_record_is_being_read_into_it(
     assert near.used_bytes > 0, "its writer has not"
     may_go.set()
     until(lambda: near.used_bytes == 0, within_s=60, what="room is back")
+
+
+def test_a_store_that_raises_costs_a_lend_and_no_thread(
+    near: StoringNode, far: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_away(near)
+    prefix = wanted(near.address)
+    wants = cells(prefix, far.transfers.peers.look(prefix))
+
+    def broken(wants: Sequence[Want]) -> ReadOutcome:
+        raise RuntimeError("a mistake of ours")
+
+    with monkeypatch.context() as once:
+        once.setattr(near.tiers, "read_own", broken)
+        assert isinstance(far.transfers.peers.read(wants), ReadMiss)
+    assert "is not read" in caplog.text and near.transfers.counts().failed_stagings == 1
+    far.transfers.peers.look(prefix)  # what was missed is offered anew
+    assert isinstance(far.transfers.peers.read(wants), ReadHit)

@@ -400,12 +400,9 @@ def transfers_of(parts: ConnectorParts, unit: RoutingUnit, kept: Holding) -> Nod
     block, first = parts.layout.block_tokens, parts.calibration.model.prices()
     transfers = NodeTransfers(unit, None, sections, block_tokens=block, place=place)
     (directory,) = parts.ranks.shards(parts.store)
-    transfers.lend_stored(
-        parts.names(parts.identity),
-        HeldSessions(kept),
-        LentShard(directory),
-        prices=lambda: kept.prices or first,
-    )
+    shard, names = LentShard(directory), parts.names(parts.identity)
+    transfers.lend_stored(names, HeldSessions(kept), shard, prices=lambda: kept.prices or first)
+    transfers.stopped = shard.close
     return transfers
 
 

@@ -150,6 +150,8 @@ class NodeTransfers:
         self.leaving: LeavingSessions | None = None
         self.takes: Takes | None = None
         """How sessions leave, and come; None: none does."""
+        self.stopped: Callable[[], None] = lambda: None
+        """Called once nothing is lent any more."""
         self._is_started = False
 
     def compute_for_others(
@@ -206,6 +208,7 @@ class NodeTransfers:
         self._server.close()
         if self._lenders.stored is not None:
             self._lenders.stored.close()
+        self.stopped()
 
     def answering(self, others: Answerer) -> Answerer:
         """Return what answers peers here, and leaves everything else to `others`."""

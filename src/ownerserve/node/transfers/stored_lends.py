@@ -211,8 +211,9 @@ class StoredLends:
             try:
                 below = self._told(stored)
                 found = below if self._reach(below) > self._reach(held) else held
-            finally:
-                told(found)
+            except Exception:  # the root of this thread: the device's word stands
+                log.exception("what lies below the device is not told")
+            told(found)
 
         try:
             self._looking.submit(looked)
@@ -326,6 +327,9 @@ class StoredLends:
             for batch in _batches(ticket.to_read):
                 if not self.stands(ticket.number) or not self._read(ticket, batch):
                     break
+        except Exception:  # the root of this thread: the lend ends short
+            self.counts["failed"] += 1
+            log.exception("what is lent of the store is not read")
         finally:
             with self._lock:
                 ticket.is_being_read = False

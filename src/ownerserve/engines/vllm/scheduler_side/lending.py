@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence, Set
+from math import inf
 from pathlib import Path
 from threading import Lock
 
@@ -63,9 +64,9 @@ class LentShard:
         return snapshot.read(wants)
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Let go of the store, and open it no more."""
         with self._lock:
-            snapshot, self._snapshot = self._snapshot, None
+            snapshot, self._snapshot, self._tried_s = self._snapshot, None, inf
         if snapshot is not None:
             snapshot.close()
 
