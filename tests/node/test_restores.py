@@ -73,6 +73,30 @@ def test_a_session_comes_back_from_the_store() -> None:
     driver.check()
 
 
+@pytest.mark.parametrize(
+    ("ready_ms", "outcome"),
+    [
+        (0.0, RestoreOutcome.LOADED),
+        (50.0, RestoreOutcome.LOADED),
+        (1e4, RestoreOutcome.NOT_WORTH_IT),
+    ],
+)
+def test_a_peer_that_has_to_read_first_is_asked_where_that_is_soon_enough(
+    ready_ms: float, outcome: RestoreOutcome
+) -> None:
+    driver = NodeDriver()
+    stored_session(driver)
+    turn = driver.arrive(LONG)
+    while driver.pending:
+        asked = driver.pending.popleft()
+        if isinstance(asked, FindRecords):
+            held = {id_: Tier.PEER for id_ in asked.ids if id_ in driver.stored}
+            driver.handle(RecordsFound(asked.operation_id, held, peer_ready_ms=ready_ms))
+        else:
+            driver.answer(asked)
+    assert driver.reports[turn].outcome is outcome
+
+
 def test_only_what_is_not_resident_is_read() -> None:
     driver = NodeDriver()
     stored_session(driver)

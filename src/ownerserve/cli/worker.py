@@ -259,6 +259,14 @@ if TYPE_CHECKING:
     " key of --curve-key-file, forgery too, and costs more. All of a fleet use the same.",
 )
 @click.option(
+    "--lend-memory",
+    default="1GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Host memory in which lies what other workers read of this one's host cache and store, as"
+    " much as is read at once; 0: they read its device alone.",
+)
+@click.option(
     "--prefill-peer",
     "prefill_peers",
     multiple=True,
@@ -459,7 +467,7 @@ def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
         raise InvalidInput("--adopt", "there is no store to adopt into", "name one by --store")
     if _size(flags, "store_capacity") < 1:
         raise InvalidInput("--store-capacity", "is 0", "leave --store out for no store")
-    names = ("kv_memory", "host_cache", "store_capacity", "store_writes")
+    names = ("kv_memory", "host_cache", "store_capacity", "store_writes", "lend_memory")
     return {name: _size(flags, name) for name in names}
 
 
@@ -482,6 +490,7 @@ def _place(flags: dict[str, object], key: FleetKey | None) -> TransferPlace:
         prefill_peers=_prefill_peers(flags),
         arena_bytes=_size(flags, "transfer_arena"),
         digest=str(flags["transfer_digest"]),
+        stage_bytes=_size(flags, "lend_memory"),
     )
     place.check()
     return place

@@ -16,6 +16,7 @@ import msgspec
 
 from ownerserve.cache.outcomes import Resume
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.node.restore.restores import Restores
 from ownerserve.node.restore.sources import Device
@@ -130,7 +131,8 @@ class HostedNodeState:
         if turn_id is not None:
             match event:
                 case RecordsFound(held=held):
-                    self.saves.known(turn_id, set(held))
+                    here = {id_ for id_, tier in held.items() if tier is not Tier.PEER}
+                    self.saves.known(turn_id, here)
                 case NotFetched():
                     self.saves.doubt(turn_id)
         return turn_id

@@ -234,10 +234,8 @@ class NodeState:
             case SessionOver(session_id):
                 self.residency.forget(session_id)
                 self.inventory.forget(session_id)
-            case RecordsLost(ends, unnoted):
-                self.residency.lost(ends, now)
-                if unnoted:
-                    self.residency.all_lost(now)
+            case RecordsLost():
+                self.residency.lost(event, now)
             case Remembered(tips):
                 self.residency.remembered(tips, now)
         return []

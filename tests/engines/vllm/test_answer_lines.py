@@ -27,6 +27,7 @@ from ownerserve.gateway.http.access import Address, open_access
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
+from ownerserve.kv.wire.headers import LenderAddress, TurnLine, encode_turn_line
 from ownerserve.kv.wire.rpc import AskLine
 from ownerserve.router.messages import Stamped, WorkerUp
 from tests.support.net import free_port
@@ -130,6 +131,16 @@ def test_two_turns_of_a_session_at_once_are_told_apart(core: Core) -> None:
     assert core.line_of("second")["mode"] == "reseed"  # type: ignore[index]
     asked = [_asked("second"), _asked("first"), _asked("first")]
     assert [core.sessions.came_of(one) for one in asked] == [None, cold, None], "each once"
+
+
+def test_who_holds_more_of_a_coming_prompt_is_told_before_its_turn(core: Core) -> None:
+    holder = LenderAddress(RoutingUnit(WorkerId("v1"), 0, Incarnation(3)), "tcp://127.0.0.1:5")
+    line = TurnLine(name=SessionId(NAME), bring_from=holder, parent=SessionId("6" * 32))
+    headers = {"x-ownerserve-session": encode_turn_line(line).decode(), "x-request-id": "a1"}
+    asyncio.run(_post(core.app, headers, {}))
+    told = core.sessions.brought_from(request(NAME))
+    assert told is not None and (told.bring_from, told.parent) == (holder, line.parent)
+    assert core.sessions.brought_from(request(NAME)) is None, "the next turn is another's matter"
 
 
 def test_what_nobody_asks_about_is_forgotten(core: Core) -> None:

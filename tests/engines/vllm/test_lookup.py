@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
 from ownerserve.kv.clock import ManualClock
-from ownerserve.node.vocabulary.events import FindRecords, RecordsFound
+from ownerserve.kv.ids import TurnId
+from ownerserve.kv.messages import Tier
+from ownerserve.node.transfers.peers import PeerOffer
+from ownerserve.node.vocabulary.events import FindRecords, PeerPrefix, RecordsFound
 from ownerserve.store.disk.tier import DiskTier
-from ownerserve.store.format.model import Meta, WriteDone
+from ownerserve.store.format.model import Meta, Want, WriteDone
 from ownerserve.store.tiers.backend import put
 from tests.support.store.samples import Samples, digest
+from tests.support.waits import until
 
 ALICE, BOB, NOBODY = digest("alice"), digest("bob"), digest("nobody")
 INSIDE = digest("a boundary that both have")
@@ -58,3 +63,41 @@ def test_a_look_that_fails_is_answered_with_nothing(
     broken = FindRecords(7, (None,), inf)  # type: ignore[arg-type]
     assert asked(store, broken) == RecordsFound(7, {})
     assert "failed" in caplog.text
+
+
+class Peer:
+    """A peer that holds one record, and says so when it is let."""
+
+    def __init__(self, held: bytes) -> None:
+        self.held, self.may_say = held, Event()
+
+    def look(self, prefix: PeerPrefix) -> Mapping[bytes, float]:
+        assert self.may_say.wait(300)
+        return {self.held: 7.0}
+
+    def offered(self, wants: Sequence[Want]) -> Mapping[bytes, PeerOffer]:
+        return {}
+
+
+def test_a_peer_is_waited_for_and_nobody_who_looks_meanwhile(store: Path) -> None:
+    """What a peer has besides is told with what is here; other looks go before it."""
+    away, own = digest("away"), record(ALICE).id
+    peer = Peer(away)
+    lookup = StoreLookup(store, peer)
+    prefix = PeerPrefix(
+        None, None, None, 0, (), {}, grid_blocks=1, compute_ms=1.0, turn_id=TurnId("t")
+    )
+    lookup.submit(FindRecords(1, (own, away), inf, peer=prefix))
+    lookup.submit(FindRecords(2, (own,), inf, peer=prefix))  # all of it is here
+    found = dict[int, RecordsFound]()
+
+    def has(number: int) -> bool:
+        found.update((one.operation_id, one) for one in lookup.poll())
+        return number in found
+
+    until(lambda: has(2), within_s=60, what="the second look's answer")
+    assert found == {2: RecordsFound(2, {own: Tier.DISK})}
+    peer.may_say.set()
+    until(lambda: has(1), within_s=60, what="the first look's answer")
+    assert found[1] == RecordsFound(1, {away: Tier.PEER, own: Tier.DISK}, peer_ready_ms=7.0)
+    lookup.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -26,7 +26,7 @@ from ownerserve.node.transfers.roads import ROADS
 from ownerserve.node.vocabulary.chains import Chains, prefix_of
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord
 from ownerserve.node.vocabulary.records import RecordNames
-from ownerserve.store.format.model import Want
+from ownerserve.store.format.model import ReadOutcome, Want
 
 B, LAYERS, HEADS = 16, 3, 2
 SECTIONS = {
@@ -95,6 +95,7 @@ class Node:
             self.unit, self.lending, SECTIONS, block_tokens=B, place=place
         )
         self._thread = ThreadPoolExecutor(1, "engine")
+        self._readers = ThreadPoolExecutor(1, "store-read")
         self.transfers.start(self.between)
         self.rpc = RpcServer()
         self._pending_tokens = pending_tokens
@@ -121,6 +122,10 @@ class Node:
 
     def between(self, work: Callable[[], object]) -> Future[object]:
         return self._thread.submit(work)
+
+    def reads(self, wants: Sequence[Want]) -> Future[ReadOutcome]:
+        """What a restore's thread reads of peers."""
+        return self._readers.submit(self.transfers.peers.read, wants)
 
     def turn(self, session: SessionId, prompt: list[int]) -> None:
         """A turn of the session has run, and kept its state at the end of its blocks."""
@@ -157,6 +162,7 @@ class Node:
         self.rpc.stop()
         self.transfers.stop()
         self._thread.shutdown()
+        self._readers.shutdown()
         self.cache.check()
 
 

@@ -87,7 +87,9 @@ IDENTITY = Identity(
     tenant_salt=bytes(32),
 )
 PRICES = Defaults(
-    "test", Coefficients(1.0, 1.0, 0.0), {Tier.HOST: Medium(0.1, 1e6), Tier.DISK: Medium(1.0, 1e6)}
+    "test",
+    Coefficients(1.0, 1.0, 0.0),
+    {Tier.HOST: Medium(0.1, 1e6), Tier.DISK: Medium(1.0, 1e6), Tier.PEER: Medium(0.1, 1e6)},
 )
 
 

@@ -142,14 +142,7 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         resume_of=node.resume if node else None,
         checkpoints_of=node.state.checkpoints.during if node else None,
     )
-    identity = WorkerIdentity(
-        checkpoint.name,
-        time.time_ns(),
-        limits.sequence_tokens,
-        runner.spec_digest().hex(),
-        worker=WorkerId(options.worker_id),
-        owns_sessions=options.directory is not None,
-    )
+    identity = _identity(options, checkpoint, runner=runner, limits=limits, node=node)
     transfers = _transfers(options.transfer, identity.unit, node, runner=runner, metrics=metrics)
     steps = StepLoop(
         runner, scheduler, cache=cache, decoder=codec, identity=identity, metrics=metrics
@@ -186,6 +179,27 @@ def _in_steps(options: WorkerOptions, limits: SchedulerLimits) -> WorkerOptions:
     return msgspec.structs.replace(options, node=node)
 
 
+def _identity(
+    options: WorkerOptions,
+    checkpoint: LoadedCheckpoint,
+    *,
+    runner: ModelRunner,
+    limits: SchedulerLimits,
+    node: NodeRuntime | None,
+) -> WorkerIdentity:
+    """Return what the worker is, in a life that begins now."""
+    place = options.transfer
+    return WorkerIdentity(
+        checkpoint.name,
+        time.time_ns(),
+        limits.sequence_tokens,
+        runner.spec_digest().hex(),
+        worker=WorkerId(options.worker_id),
+        owns_sessions=options.directory is not None,
+        lends=() if place is None or node is None else place.lends(node.tiers),
+    )
+
+
 def _facts(checkpoint: LoadedCheckpoint, runner: ModelRunner, limits: SchedulerLimits) -> Facts:
     return Facts(
         model=checkpoint.name,
@@ -214,7 +228,8 @@ def _transfers(
     sections = {name: PayloadSection(name, of) for name, of in parts.items()}
     block = runner.layout.block_tokens
     transfers = NodeTransfers(unit, lending, sections, block_tokens=block, place=place)
-    node.add_peers(transfers.peers)
+    tiers = node.add_peers(transfers.peers)
+    transfers.lend_stored(state.names, state.residency, tiers, prices=state.costs.prices)
     metrics.registry.register(TransferCollector(transfers))
     return transfers
 

@@ -24,10 +24,16 @@ from ownerserve.engines.vllm.replay.replays import ReplayLengths, Replays
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice
 from ownerserve.engines.vllm.scheduler_side.events import ResidencyEvents
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
+from ownerserve.engines.vllm.scheduler_side.lending import HeldSessions, LentShard
 from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
 from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
 from ownerserve.engines.vllm.scheduler_side.node_rpc import EngineLimits, NodeRpcHandler, limits_of
-from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, gateway_port, opener
+from ownerserve.engines.vllm.scheduler_side.owning import (
+    SessionsHere,
+    gateway_port,
+    opener,
+    transfer_place,
+)
 from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerParts, SchedulerSide
 from ownerserve.engines.vllm.scheduler_side.soft_references import SoftReferences
 from ownerserve.engines.vllm.scheduler_side.worker_reports import WorkerReports
@@ -39,7 +45,7 @@ from ownerserve.engines.vllm.worker_side.stage import Stage
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.errors import InvalidInput, OwnerServeError
-from ownerserve.kv.frame import CONV, DENSE, FORMAT, RECURRENT, WINDOW, PayloadPart
+from ownerserve.kv.frame import CONV, DENSE, FORMAT, RECURRENT, WINDOW, PayloadPart, PayloadSection
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import Identity
@@ -53,6 +59,8 @@ from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.node.storage.adopting import take_over_at_start
 from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.transfers.bringing import Bringing
+from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import LeadForm, RecordNames, descriptors
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -76,7 +84,7 @@ LEAST_RECORD_BLOCKS = 8
 ALWAYS = Defaults(
     "restores = always",
     Coefficients(0.0, 1e6, 0.0),
-    {Tier.HOST: Medium(0.0, 1e12), Tier.DISK: Medium(0.0, 1e12)},
+    {tier: Medium(0.0, 1e12) for tier in (Tier.HOST, Tier.PEER, Tier.DISK)},
 )
 """Prices by which nothing is computed that can be loaded; on a GPU all of it lands in host memory
 first."""
@@ -281,10 +289,12 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
             *(other.stages, other.tensor, parts.home),
             *(parts.ranks.stages, parts.ranks.tensor),
         )
-    lookup = StoreLookup(parts.ranks.shards(parts.store)[0])
     unit, kept = unit_of(parts), holding(parts)
     sessions = SessionsHere(ownership(parts, unit, kept.inventory) if why is None else None)
-    handler = NodeRpcHandler(limits(parts, unit), kept, sessions)
+    transfers = transfers_of(parts, unit, kept) if why is None else None
+    peers = None if transfers is None else transfers.peers
+    lookup = StoreLookup(parts.ranks.shards(parts.store)[0], peers)
+    handler = NodeRpcHandler(limits(parts, unit), kept, sessions, transfers)
     reports = worker_reports(parts, opened(handler, parts))
     tiers, planner = tiers_of(parts.settings), parts.planner()
 
@@ -353,6 +363,47 @@ def holding(parts: ConnectorParts) -> Holding:
         parts.home / f"sessions-{parts.identity.digest().hex()[:16]}.jsonl",
         can_replay=parts.abilities().can_replay,
     )
+
+
+def place_of(parts: ConnectorParts) -> TransferPlace | None:
+    """Return where peers read this engine, and by which roads it reads them; None where neither is
+    done: by the settings, or since a rank has but its part of what a peer would read."""
+    settings = parts.settings
+    if not settings.lend_bytes or parts.ranks.workers > 1 or parts.not_served:
+        return None
+    return transfer_place(
+        settings.transfer_host,
+        settings.transfer_port and settings.transfer_port + parts.ranks.data_parallel,
+        settings.curve_key_file,
+        lend_bytes=settings.lend_bytes,
+    )
+
+
+def sections_of(parts: ConnectorParts) -> dict[str, PayloadSection]:
+    """Return what a unit of each component holds, as peers lay it out."""
+    return {name: at.section for name, at in parts.shape.components.items()}
+
+
+def bringing_of(parts: ConnectorParts) -> Bringing | None:
+    """Make what brings of peers in the worker's process; its thread starts."""
+    place, block = place_of(parts), parts.layout.block_tokens
+    if place is None:
+        return None
+    return Bringing(unit_of(parts), sections_of(parts), block_tokens=block, place=place)
+
+
+def transfers_of(parts: ConnectorParts, unit: RoutingUnit, kept: Holding) -> NodeTransfers | None:
+    """Open the port where peers read what this engine has stored; None where nothing is lent."""
+    place, sections = place_of(parts), sections_of(parts)
+    if place is None:
+        return None
+    block, first = parts.layout.block_tokens, parts.calibration.model.prices()
+    transfers = NodeTransfers(unit, None, sections, block_tokens=block, place=place)
+    (directory,) = parts.ranks.shards(parts.store)
+    shard, names = LentShard(directory), parts.names(parts.identity)
+    transfers.lend_stored(names, HeldSessions(kept), shard, prices=lambda: kept.prices or first)
+    transfers.stopped = shard.close
+    return transfers
 
 
 def worker_reports(parts: ConnectorParts, handler: NodeRpcHandler | None) -> WorkerReports:
@@ -460,7 +511,7 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
     backing = open_backing(
         directory, cache_bytes, cuda=cuda, buffer_bytes=buffer_bytes, limits=limits
     )
-    return WorkerSide(
+    side = WorkerSide(
         backing,
         codec,
         stream_of(device),
@@ -468,6 +519,9 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
         stage=stage_of(parts) if parts.ranks.stages > 1 else None,
         rank=str(directory.relative_to(parts.home)) if parts.ranks.workers > 1 else "",
     )
+    if backing is not None and (bringing := bringing_of(parts)) is not None:
+        side.bring_by(bringing)
+    return side
 
 
 def stage_of(parts: ConnectorParts) -> Stage:

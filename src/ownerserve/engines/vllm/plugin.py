@@ -16,7 +16,7 @@ vLLM's allow-list is for all plug-ins: whoever sets it names every other plug-in
 
 `AnswerLines` puts the worker's line on vLLM's answers, as ASGI middleware:
 
-    a turn comes, of parent, group, epoch, version ── AskLine ──> engine core
+    a turn comes, of parent, group, epoch, version, bring_from ── AskLine ──> engine core
     its answer's head, held until its body begins ── AskLine(request) ──> engine core
                       x-ownerserve-answer <── LineIs: unit, load, owner, mode, tip ──┘
     /health's head ── AskLine ──> engine core ── LineIs: unit, load ──> x-ownerserve-answer
@@ -39,6 +39,7 @@ from typing import Annotated, Any
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -208,9 +209,11 @@ class AnswerLines:
         if core is None or line is None:
             await self._app(scope, receive, send)
             return
-        if line.name is not None and (line.parent or line.epoch or line.group or line.version):
+        owning = line.parent or line.epoch or line.group or line.version
+        if line.name is not None and (owning or line.bring_from):
             group, version = line.group or "", line.version or 0
-            core.tell(AskLine(line.name, line.parent, group, line.epoch, version))
+            coming = AskLine(line.name, line.parent, group, line.epoch, version)
+            core.tell(replace(coming, bring_from=line.bring_from))
         answer = AskLine(line.name, request_id=(_header(scope, _REQUEST) or b"").decode("latin-1"))
         head: Any = None
 

@@ -11,7 +11,8 @@ import msgspec
 
 from ownerserve.kv.addresses import LAST_PORT
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.units import MIB
+from ownerserve.kv.listening import LOOPBACK
+from ownerserve.kv.units import GIB, MIB
 from ownerserve.node.storage.limits import STANDARD, StoreLimits
 
 POLICIES = ("branches", "turn-end", "full", "zero")
@@ -71,6 +72,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     curve_key_file      the fleet's keys, which a curve:// directory and rpc_host want; empty: none
     rpc_host            address at which gateways on other hosts ask this engine; empty: none does
     rpc_port            its port; 0: a free one
+    lend_bytes          host memory in which lies what other workers read of this one's store, as
+                        much as is read at once; 0: nothing is lent
+    transfer_host       address at which they read it; off loopback it needs curve_key_file
+    transfer_port       its port; 0: a free one
     weights             digest or revision of the weights; empty: made from the checkpoint's files
     """
 
@@ -97,20 +102,24 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     curve_key_file: str = ""
     rpc_host: str = ""
     rpc_port: int = 0
+    lend_bytes: int = GIB
+    transfer_host: str = LOOPBACK
+    transfer_port: int = 0
     weights: str = ""
     soft_reference: SoftReference = SoftReference()
 
     def __post_init__(self) -> None:
         if not self.store:
             raise InvalidInput("store", "is empty", "name a directory")
-        if not 0 <= self.rpc_port <= LAST_PORT:
-            raise InvalidInput("rpc_port", f"{self.rpc_port}", f"use 0 to {LAST_PORT}")
+        for field in ("rpc_port", "transfer_port"):
+            if not 0 <= getattr(self, field) <= LAST_PORT:
+                raise InvalidInput(field, f"{getattr(self, field)}", f"use 0 to {LAST_PORT}")
         for field in ("store_bytes", "copy_bytes", "staging_bytes", "readers"):
             if getattr(self, field) < 1:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 1 or more")
         sizes = ("host_cache_bytes", "save_buffer_bytes", "block_tokens", "record_blocks")
         aging = ("store_bytes_per_day", "store_upkeep_s", "range_ttl_s", "point_ttl_s")
-        for field in (*sizes, *aging, "restore_deadline_s"):
+        for field in (*sizes, *aging, "restore_deadline_s", "lend_bytes"):
             if not getattr(self, field) >= 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use 0 or more")
         choices = (("checkpoints", POLICIES), ("restores", RESTORES), ("drafter", DRAFTERS))

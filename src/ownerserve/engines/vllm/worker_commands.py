@@ -6,10 +6,11 @@ vLLM carries both (as metadata of a step and of its output), also between proces
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from ownerserve.node.transfers.peers import PeerOffer
 from ownerserve.node.vocabulary.events import RecordsLost
 from ownerserve.store.format.model import Meta, Want
 
@@ -41,6 +42,8 @@ class LoadInto(msgspec.Struct, frozen=True):
     places: tuple[BlockPlace, ...]
     deadline_s: float
     """Seconds from now."""
+    offers: Mapping[bytes, PeerOffer] = {}
+    """Offers name who is to lend which of them, by id, since they are not here."""
 
 
 class SaveCommand(msgspec.Struct, frozen=True):

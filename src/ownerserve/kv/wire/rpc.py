@@ -160,7 +160,8 @@ class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
     """AskLine asks what is to be said on the answer to a turn of the session; None: of none. Of a
     turn that comes, `parent`: whose fork it is; `group`: of sessions that share a head; `epoch`:
     the highest under which its gateway knows it owned; `version`: how many turns it knows its
-    owners finished. Of an answer that begins, `request_id`: whose it is, as the gateway told it.
+    owners finished; `bring_from`: who holds more of its prompt. Of an answer that begins,
+    `request_id`: whose it is, as the gateway told it.
     """
 
     session_id: SessionId | None = None
@@ -169,6 +170,7 @@ class AskLine(msgspec.Struct, frozen=True, tag="ask_line"):
     epoch: Epoch | None = None
     version: int = 0
     request_id: str = ""
+    bring_from: LenderAddress | None = None
 
 
 class AskPrefix(msgspec.Struct, frozen=True, tag="ask_prefix", omit_defaults=True):
@@ -293,12 +295,14 @@ class PageIs(msgspec.Struct, frozen=True, tag="page_is"):
 
 
 class PrefixIs(msgspec.Struct, frozen=True, tag="prefix_is", omit_defaults=True):
-    """PrefixIs answers `AskPrefix`: `tokens` from the beginning are on the device, in whole blocks,
-    whose prefix hash is `tip`, and point state at each of `points` (tokens, ascending)."""
+    """PrefixIs answers `AskPrefix`: `tokens` from the beginning could be lent, in whole blocks,
+    whose prefix hash is `tip`, and point state at each of `points` (tokens, ascending). What is not
+    on the device is read first, which takes some `ready_ms`; 0: all of it is there."""
 
     tokens: int
     points: tuple[int, ...] = ()
     tip: bytes = b""
+    ready_ms: float = 0.0
 
 
 class LenderSays(msgspec.Struct, frozen=True, tag="lender_says", omit_defaults=True):

@@ -35,6 +35,7 @@ from ownerserve.node.vocabulary.events import (
     Locate,
     Located,
     OperationId,
+    RecordsLost,
     Remember,
     RestoreOutcome,
 )
@@ -325,16 +326,13 @@ class Residency:
                 self._in_file[tip.session_id] = tip.depth
                 self.copied(tip, now)
 
-    def lost(self, ends: Iterable[PrefixHash], now: float) -> None:
-        """Look again for the sessions with records that end at `ends`, since these are gone from a
-        tier."""
-        for end in ends:
+    def lost(self, lost: RecordsLost, now: float) -> None:
+        """Look again for the sessions whose records are gone from a tier; for every one where more
+        went than were noted."""
+        for end in lost.ends:
             for session_id in sorted(self._by_end.get(end, ())):  # the same whatever the hashes
                 self._look_at(session_id, now + CALM_S)
-
-    def all_lost(self, now: float) -> None:
-        """Look again for every session: more records went than were noted, so any may be gone."""
-        for session_id in self._tips:
+        for session_id in self._tips if lost.unnoted else ():
             self._look_at(session_id, now + CALM_S)
 
     def missed(self, session_id: SessionId, now: float) -> None:
@@ -371,6 +369,11 @@ class Residency:
             elif not self._tell(records, event.held):
                 self.forget(session_id)
         return ()
+
+    def records(self, session_id: SessionId) -> TipRecords | None:
+        """Return the records of the session as it was last copied, whether or not they still stand;
+        None: it was not, or is forgotten."""
+        return self._records(session_id) if session_id in self._tips else None
 
     def restorable(self, session_id: SessionId) -> int | None:
         """Return how many of the session's first tokens can be brought from below the device, by

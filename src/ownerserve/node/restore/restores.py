@@ -160,6 +160,7 @@ class PendingRestore(msgspec.Struct, eq=False):
     unasked: tuple[range, ...] = ()
     asked: dict[bytes, sources.RecordQuery] = {}
     found: dict[bytes, Tier] = {}
+    peer_ready_ms: float = 0.0
     stored: sources.StoredRecords | None = None
     """What of `found` can be used; None: that has changed since it was made."""
     bases: set[bytes] = set()
@@ -428,6 +429,7 @@ class Restores:
             return ()
         if event.held:
             pending.found.update(event.held)
+            pending.peer_ready_ms = max(pending.peer_ready_ms, event.peer_ready_ms)
             pending.stored = None
         inside = sources.queries_inside(pending.names, pending.digests, event.inside)
         pending.asked.update(inside)
@@ -472,9 +474,10 @@ class Restores:
         """Return what the store has of the turn's prompt, as far as it was asked and nothing
         failed."""
         if pending.stored is None:
-            pending.stored = sources.stored_records(
+            stored = sources.stored_records(
                 pending.names, pending.asked, pending.found, without=pending.bad
             )
+            pending.stored = msgspec.structs.replace(stored, peer_ready_ms=pending.peer_ready_ms)
         return pending.stored
 
     def _lacks_point(self, pending: PendingRestore, stored: sources.StoredRecords) -> bool:

@@ -216,10 +216,12 @@ class StoredRecord(msgspec.Struct, frozen=True, gc=False):
 
 class StoredRecords(msgspec.Struct, frozen=True):
     """`StoredRecords` are the store's part of one prompt: for each cell of the grid the longest
-    range that all components have, and for each depth the point components there."""
+    range that all components have, and for each depth the point components there. What a peer holds
+    of them it has at hand in `peer_ready_ms`, all of it."""
 
     cells: tuple[tuple[Cell, dict[str, StoredRecord]], ...]
     points: dict[int, dict[str, StoredRecord]]
+    peer_ready_ms: float = 0.0
 
 
 NOTHING_HELD = StoredRecords((), {})
@@ -318,8 +320,12 @@ def restore_query(
         for name in layout.point_names
         if name not in point.lacks
     ]
+    # A peer's points are read with the range state before them: their wait is counted once.
+    ready = NOTHING_HELD if layout.range_names else stored
     rows += [
-        PointRow(name, depth * block, record.tier, names.slot_bytes(name))
+        PointRow(
+            name, depth * block, record.tier, names.slot_bytes(name), _ready_ms(ready, record.tier)
+        )
         for depth, at in stored.points.items()
         for name, record in at.items()
     ]
@@ -362,10 +368,16 @@ def _range_rows(names: RecordNames, match: Match, stored: StoredRecords) -> list
             rows.append(RangeRow(name, 0, match.range_tokens, Tier.DEVICE, 0))
         size, block = names.slot_bytes(name), layout.block_tokens
         rows += [
-            RangeRow(name, first * block, end * block, tier, size * (end - first))
+            RangeRow(name, first * block, end * block, tier, size * (end - first), ready_ms)
             for first, end, tier in runs
+            for ready_ms in (_ready_ms(stored, tier),)
         ]
     return rows
+
+
+def _ready_ms(stored: StoredRecords, tier: Tier) -> float:
+    """Return in how many ms what lies in `tier` is at hand there."""
+    return stored.peer_ready_ms if tier is Tier.PEER else 0.0
 
 
 def is_loading(way: Priced) -> bool:

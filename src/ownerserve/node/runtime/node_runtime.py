@@ -30,7 +30,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.runtime.engine_port import EnginePort
 from ownerserve.node.state import NodeState
-from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart, PeerTier
+from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart, NodeTiers, PeerTier
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import (
     CallOffPrefill,
@@ -123,9 +123,11 @@ class NodeRuntime:
         if journal is not None and journal.found:
             self.handle(Remembered(journal.found), time.monotonic())
 
-    def add_peers(self, peers: PeerTier) -> None:
-        """Bring from other workers too; call it before the node runs."""
+    def add_peers(self, peers: PeerTier) -> NodeTiers:
+        """Bring from other workers too, and return the tiers, of which they may read; call it
+        before the node runs."""
         self._backing.add_peers(peers)
+        return self._backing.tiers
 
     # -- the engine's side ---------------------------------------------------------------------
 
@@ -322,9 +324,9 @@ class NodeRuntime:
                     for seen in answer.values()
                     if isinstance(item := seen.listed, ListedPart)
                 )
-                return RecordsFound(
-                    operation_id, {id_: seen.near for id_, seen in answer.items()}, inside
-                )
+                held = {id_: seen.near for id_, seen in answer.items()}
+                ready_ms = max((seen.ready_ms for seen in answer.values()), default=0.0)
+                return RecordsFound(operation_id, held, inside, ready_ms)
             case _:
                 assert isinstance(asked, Fetch)
                 return NotFetched(operation_id, MissReason.BUSY)

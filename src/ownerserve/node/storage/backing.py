@@ -74,10 +74,11 @@ class ListedPart(Listed, frozen=True):
 
 class Sighting(msgspec.Struct, frozen=True, gc=False):
     """A `Sighting` is a record that some tier has, and the nearest medium that has it. `listed`
-    None: a peer is said to hold it."""
+    None: a peer is said to hold it, and to have it at hand in `ready_ms`."""
 
     listed: Listed | None
     near: Tier
+    ready_ms: float = 0.0
 
 
 class PeerTier(Protocol):
@@ -86,8 +87,9 @@ class PeerTier(Protocol):
 
     timings: deque[Loaded]
 
-    def look(self, prefix: PeerPrefix) -> frozenset[bytes]:
-        """Return which records of the prefix its peer could lend: a hint."""
+    def look(self, prefix: PeerPrefix) -> Mapping[bytes, float]:
+        """Return which records of the prefix its peer could lend, and in how many ms it has each at
+        hand: a hint."""
         ...
 
     def has(self, ids: Sequence[bytes]) -> frozenset[bytes]:
@@ -179,8 +181,8 @@ class NodeTiers(TieredStore):
         near = self.nearest(found)
         seen = {id_: Sighting(record, near[id_]) for id_, record in found.items()}
         if peer is not None and self.peers is not None:
-            for id_ in self.peers.look(peer):
-                seen.setdefault(id_, Sighting(None, Tier.PEER))
+            for id_, ready_ms in self.peers.look(peer).items():
+                seen.setdefault(id_, Sighting(None, Tier.PEER, ready_ms))
         return seen
 
     def _inside(self, boundaries: Sequence[bytes], tenant: bytes) -> dict[bytes, Listed]:
@@ -206,6 +208,15 @@ class NodeTiers(TieredStore):
             away = [want for want in wants if want.id not in media]
             if self.peers.has([want.id for want in away]):
                 return self._read_both(wants, away, landing)
+        return self._timed(wants, landing, media)
+
+    def read_own(self, wants: Sequence[Want]) -> ReadOutcome:
+        """Read what is here alone: nothing is brought from a peer, since one asks for it."""
+        return self._timed(wants, None, self.media([want.id for want in wants]))
+
+    def _timed(
+        self, wants: Sequence[Want], landing: BufferSource | None, media: Mapping[bytes, Tier]
+    ) -> ReadOutcome:
         started_s = time.perf_counter()
         outcome = super().read(wants, landing)
         took_ms = (time.perf_counter() - started_s) * 1e3
@@ -252,6 +263,11 @@ class NodeTiers(TieredStore):
             elif level == self.plan.home:
                 found[tier.name] = frozenset(ids)
         return found
+
+    def standing(self, ids: Sequence[bytes]) -> dict[Tier, frozenset[bytes]]:
+        """Return which of `ids` stand in host memory and on disk, which a worker has for itself."""
+        own = (tier for tier in self.tiers if isinstance(tier, MemoryTier | DiskTier))
+        return {MEDIUM_OF[tier.name]: frozenset(tier.find(ids)) for tier in own}
 
     def media(self, ids: Sequence[bytes]) -> dict[bytes, Tier]:
         """Return the fastest medium that has each id; an id that none has is left out."""

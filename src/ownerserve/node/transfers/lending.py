@@ -31,6 +31,7 @@ from ownerserve.transfer.control.messages import NO_TURN, LendRefusal, LentRank,
 from ownerserve.transfer.control.pieces import SizedPiece
 from ownerserve.transfer.layout.places import RegionPlaces
 from ownerserve.transfer.movers.peers import own_name
+from ownerserve.transfer.movers.process_name import ProcessName
 from ownerserve.transfer.vocabulary import FramePiece, Runs
 
 ONE_TOKEN = bytes(TOKEN_BYTES)
@@ -117,6 +118,13 @@ class Lending:
         points = tuple(sorted(depth * self._block for depth in self._points(tokens)))
         return PrefixIs(len(digests) * self._block, points, digests[-1])
 
+    def begins(self, asked: AskPrefix, ends: Mapping[int, PrefixHash]) -> bool:
+        """Tell whether what is resident of a session begins the text that has these digests at the
+        ends of some of its blocks; nothing begins each."""
+        _, digests = self._prefix(SessionHint(asked.session_id, asked.parent, asked.tokens))
+        known = max((block for block in ends if block < len(digests)), default=None)
+        return known is None or digests[known] == ends[known]
+
     def open(self, asked: OpenLend, hint: SessionHint, now: float) -> LendOpened | LendNotOpened:
         """Lend all that is wanted, or nothing: what is not here is known before a byte moves. What
         a turn computes is lent as it comes."""
@@ -183,13 +191,7 @@ class Lending:
 
     def runs(self, ticket: int, piece: FramePiece) -> Runs | None:
         """Return where the piece lies; None: it is not lent under that ticket."""
-        artifact = self._lent.get(ticket, {}).get(piece.artifact)
-        if artifact is None:
-            return None
-        try:
-            return artifact.places.runs(piece, (artifact.blocks,))
-        except InvalidInput:
-            return None
+        return runs_of(self._lent.get(ticket, {}).get(piece.artifact), piece)
 
     def stands(self, ticket: int) -> bool:
         """Tell whether the ticket stands; False before any block of it is used again."""
@@ -198,21 +200,8 @@ class Lending:
     def memory(self, ticket: int, ids: Iterable[bytes] | None = None) -> bytes:
         """Return where what the ticket covers lies, or those of `ids`, for a reader by address;
         empty: nowhere."""
-        lent, regions = self._lent.get(ticket, {}), self._known
-        index = {region.section.name: n for n, region in enumerate(regions)}
-        wanted = lent if ids is None else {id_: lent[id_] for id_ in ids if id_ in lent}
-        blocks = {
-            id_: BlocksOfArtifact(index[one.places.region.section.name], one.blocks.tobytes())
-            for id_, one in wanted.items()
-        }
-        if not blocks:
-            return b""
-        return encode_memory(LentMemory(self._process, regions, blocks, self.engines))
-
-    @property
-    def boot(self) -> str:
-        """Return the boot id of this host."""
-        return self._process.boot
+        lent = self._lent.get(ticket, {})
+        return memory_of(self._process, self._known, lent, ids, engines=self.engines)
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -305,6 +294,33 @@ def _has(artifact: LentArtifact, piece: FramePiece) -> bool:
         0 <= piece.first_unit < piece.end_unit <= len(artifact.blocks)
         and 0 <= piece.first_layer < piece.end_layer <= layers
     )
+
+
+def runs_of(artifact: LentArtifact | None, piece: FramePiece) -> Runs | None:
+    """Return where a piece of the artifact lies; None: it is not lent, or has no such piece."""
+    try:
+        return None if artifact is None else artifact.places.runs(piece, (artifact.blocks,))
+    except InvalidInput:
+        return None
+
+
+def memory_of(
+    process: ProcessName,
+    regions: tuple[Region, ...],
+    lent: Mapping[bytes, LentArtifact],
+    ids: Iterable[bytes] | None,
+    *,
+    engines: Mapping[str, str],
+) -> bytes:
+    """Return where the artifacts lie, or those of `ids`, in these regions of the process, which
+    `engines` read too; empty: there are none."""
+    index = {region.section.name: n for n, region in enumerate(regions)}
+    wanted = lent if ids is None else {id_: lent[id_] for id_ in ids if id_ in lent}
+    blocks = {
+        id_: BlocksOfArtifact(index[one.places.region.section.name], one.blocks.tobytes())
+        for id_, one in wanted.items()
+    }
+    return encode_memory(LentMemory(process, regions, blocks, engines)) if blocks else b""
 
 
 def piece_bytes(piece: FramePiece, artifact: LentArtifact) -> int:

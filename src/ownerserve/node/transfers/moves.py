@@ -54,7 +54,7 @@ from ownerserve.kv.wire.rpc import (
     new_nonce,
 )
 from ownerserve.node.restore.coming import ANY_TOKEN, USABLE
-from ownerserve.node.transfers.source_side import OnEngine
+from ownerserve.node.transfers.lenders import OnEngine
 from ownerserve.node.vocabulary.events import RestoreOutcome, SessionCame, SessionComing
 
 ANSWER_S = 2.0

@@ -5,7 +5,7 @@ and brings, and the tier that its peers are. Wiring only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import cast
@@ -17,7 +17,8 @@ from ownerserve.kv.addresses import parse_endpoint
 from ownerserve.kv.errors import InvalidInput, OwnerServeError
 from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.listening import LOOPBACK
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.units import GIB
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import (
@@ -33,17 +34,26 @@ from ownerserve.kv.wire.rpc import (
     Take,
 )
 from ownerserve.node.transfers.engines import ARENA_BYTES, NodeEngines, check_engines
+from ownerserve.node.transfers.lenders import Lenders, OnEngine, no_engine
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.moves import LeavingSessions, MovingEngine, MovingNode, Takes
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
 from ownerserve.node.transfers.roads import EVERYWHERE, READV, ROADS, NodeRoads, kinds_of
 from ownerserve.node.transfers.service import TransferService
-from ownerserve.node.transfers.source_side import OnEngine, SourceSide
+from ownerserve.node.transfers.source_side import SourceSide
+from ownerserve.node.transfers.stage import LendStage
+from ownerserve.node.transfers.stored_lends import (
+    LENT_TIERS,
+    LentStore,
+    StoredLends,
+    StoredSessions,
+)
 from ownerserve.node.transfers.suspending import Suspensions
 from ownerserve.node.transfers.target_side import TargetSide
 from ownerserve.node.transfers.turn_lends import TurnLends
 from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.plan.cost.prices import Prices
 from ownerserve.transfer.control.events import SourceEvent
 from ownerserve.transfer.movers.arena import ArenaNumbers
 from ownerserve.transfer.movers.digests import Digests, Xxh3, fleet_digests
@@ -57,6 +67,10 @@ DIGESTS = (XXH3, "blake3")
 
 Answerer = Callable[[RpcRequest], "Future[RpcAnswer]"]
 
+STAGE_BYTES = GIB
+"""A part of a restore (NodeSettings.part_tokens) of 128 KiB a token; pages take room once they are
+written, and give it back."""
+
 
 class TransferPlace(msgspec.Struct, frozen=True):
     """A `TransferPlace` is where a node is read: an address of this machine, a port (0: a free
@@ -65,7 +79,8 @@ class TransferPlace(msgspec.Struct, frozen=True):
     with `mooncake` or `nixl` whoever reaches those. Movers of these write into an arena of
     `arena_bytes`. `digest` is what pieces are verified by, one of DIGESTS, by all of a fleet alike.
     `prefill_peers` are RPC addresses of workers of which one computes a long prompt, where no
-    gateway has named one."""
+    gateway has named one. What it lends of its host memory and disk lies in `stage_bytes` of memory
+    meanwhile; 0: it lends nothing of them."""
 
     host: str = LOOPBACK
     port: int = 0
@@ -74,6 +89,12 @@ class TransferPlace(msgspec.Struct, frozen=True):
     prefill_peers: tuple[str, ...] = ()
     arena_bytes: int = ARENA_BYTES
     digest: str = XXH3
+    stage_bytes: int = STAGE_BYTES
+
+    def lends(self, tiers: Collection[Tier]) -> tuple[Tier, ...]:
+        """Return from where a node with these tiers lends."""
+        stored = (tier for tier in LENT_TIERS if tier in tiers and self.stage_bytes)
+        return (Tier.DEVICE, *stored)
 
     def check(self) -> None:
         """Raise InvalidInput for roads that are none or not installed, peers that have no such
@@ -114,6 +135,9 @@ class TransferCounts(msgspec.Struct, frozen=True):
     moves: dict[tuple[str, str], int]
     """By `came` and `went`, and how each ended."""
     connections: int
+    staged_bytes: int
+    failed_stagings: int
+    stage_used_bytes: int
     arena: ArenaNumbers | None
     """None: no road needs one."""
 
@@ -124,22 +148,26 @@ class NodeTransfers:
     def __init__(
         self,
         unit: RoutingUnit,
-        lending: Lending,
+        lending: Lending | None,
         sections: Mapping[str, PayloadSection],
         *,
         block_tokens: int,
         place: TransferPlace,
     ) -> None:
-        """Open the port. Raises InvalidInput where it can't be had."""
-        self._lending = lending
-        self._unit = unit
-        self._on_engine: OnEngine = _no_engine
+        """Open the port. `lending` None: nothing on the device is lent. Raises InvalidInput where
+        the port can't be had."""
+        self._lenders = Lenders(lending)
+        self._sections = sections
+        self._unit, self._place = unit, place
+        self._on_engine: OnEngine = no_engine
         key, digests = None if place.key is None else transfer_key(place.key), digests_of(place)
         if READV.name in place.roads:
             permit_readers()
-        self._server = TcpServer(_Counted(lending, self), place.host, port=place.port, key=key)
-        lending.address = f"{place.host}:{self._server.port}"
-        self.address = lending.address
+        counted = _Counted(self._lenders, self)
+        self._server = TcpServer(counted, place.host, port=place.port, key=key)
+        self.address = f"{place.host}:{self._server.port}"
+        if lending is not None:
+            lending.address = self.address
         try:
             self._engines = _engines(unit, lending, place)
         except OwnerServeError:
@@ -149,7 +177,7 @@ class NodeTransfers:
         roads = NodeRoads(key, place.roads, engines=opened, arena=arena, digests=digests)
         self.service = TransferService(
             lambda loop: (
-                SourceSide(unit, lending, self._on_engine, digests=digests, loop=loop),
+                SourceSide(unit, self._lenders, self._on_engine, digests=digests, loop=loop),
                 TargetSide(unit, sections, roads, key=place.key, loop=loop),
             )
         )
@@ -161,6 +189,8 @@ class NodeTransfers:
         self.takes: Takes | None = None
         self.suspensions: Suspensions | None = None
         """How sessions leave, come, and are put away; None: none is."""
+        self.stopped: Callable[[], None] = lambda: None
+        """Called once nothing is lent any more."""
         self._is_started = False
 
     def compute_for_others(
@@ -168,11 +198,29 @@ class NodeTransfers:
     ) -> Prefills:
         """Compute prompts for peers too, by `engine`, and lend them as they come; call it before
         `start`."""
-        lending = self._lending
+        lending = self._lenders.device
+        assert lending is not None, "what is computed is on the device"
         lending.turns = turns = TurnLends(lending, cache, names, tell=self._tell_source)
         self.prefills = prefills = Prefills(cache, turns, engine)
         lending.ended = prefills.lend_ended
         return prefills
+
+    def lend_stored(
+        self,
+        names: RecordNames,
+        sessions: StoredSessions,
+        store: LentStore,
+        *,
+        prices: Callable[[], Prices],
+    ) -> None:
+        """Lend what `store` has of the sessions too, unless there is no memory for it; call it
+        before `start`."""
+        if not self._place.stage_bytes:
+            return
+        stage = LendStage(self._sections, self._place.stage_bytes)
+        stored = StoredLends(names, sessions, store, stage=stage, prices=prices)
+        stored.address, stored.tell = self.address, self._tell_source
+        self._lenders.stored = stored
 
     def move_sessions(self, cache: HeteroCache, engine: MovingEngine, node: MovingNode) -> None:
         """Have idle sessions move to peers and from them; call it before `start`."""
@@ -199,6 +247,9 @@ class NodeTransfers:
         self.service.stop()
         self._server.close()
         self._engines.close()
+        if self._lenders.stored is not None:
+            self._lenders.stored.close()
+        self.stopped()
 
     def answering(self, others: Answerer) -> Answerer:
         """Return what answers peers here, and leaves everything else to `others`."""
@@ -208,8 +259,7 @@ class NodeTransfers:
                 case AskLender():
                     return self.service.ask(request)
                 case AskPrefix():
-                    told = self._on_engine(lambda: self._lending.prefix(request))
-                    return cast("Future[RpcAnswer]", told)
+                    return self._lenders.prefix(request, self._on_engine)
                 case Prefill() | EndPrefill() if self.prefills is not None:
                     done = self._on_engine(partial(self.prefills.answer, request))
                     return cast("Future[RpcAnswer]", done)
@@ -242,6 +292,7 @@ class NodeTransfers:
         """Return what came of lends and brings; any thread may call."""
         peers, arena = self.peers, self._engines.arena
         lends = self.service.source.state.ends.copy() if self._is_started else {}
+        stored = self._lenders.stored
         return TransferCounts(
             looks=dict(peers.looks),
             brings=dict(peers.brings),
@@ -254,6 +305,9 @@ class NodeTransfers:
             moves=self._moves(),
             connections=self._server.connections,
             arena=None if arena is None else arena.numbers(time.monotonic()),
+            staged_bytes=0 if stored is None else stored.counts["staged_bytes"],
+            failed_stagings=0 if stored is None else stored.counts["failed"],
+            stage_used_bytes=0 if stored is None else stored.stage.used_bytes(),
         )
 
     def _moves(self) -> dict[tuple[str, str], int]:
@@ -276,7 +330,7 @@ class NodeTransfers:
 class _Counted:
     """The lender that movers ask, which tells of each read that stood."""
 
-    def __init__(self, lending: Lending, transfers: NodeTransfers) -> None:
+    def __init__(self, lending: Lenders, transfers: NodeTransfers) -> None:
         self._lending, self._transfers = lending, transfers
 
     def runs(self, ticket: int, piece: FramePiece) -> Runs | None:
@@ -289,14 +343,10 @@ class _Counted:
         return stands
 
 
-def _engines(unit: RoutingUnit, lending: Lending, place: TransferPlace) -> NodeEngines:
-    """Open the engines among the place's roads, and have them read what is lent."""
+def _engines(unit: RoutingUnit, lending: Lending | None, place: TransferPlace) -> NodeEngines:
+    """Open the engines among the place's roads, and have them read what is lent of the device."""
     engines = NodeEngines(unit, place.roads, host=place.host, arena_bytes=place.arena_bytes)
-    if engines.opened:
+    if engines.opened and lending is not None:
         lending.engines = engines.register(lending.regions())
         lending.lends, lending.rests = engines.lends, engines.rests
     return engines
-
-
-def _no_engine(work: Callable[[], object]) -> Future[object]:
-    raise RuntimeError("the engine has not started")

@@ -23,14 +23,15 @@ MOST_S = 3600.0
 
 class PartBring:
     """A `PartBring` owns what has landed of `parts` and has not been read. `for_turn` is the turn
-    that its peer computes it for; None: the peer has it. `over` is what came of it, once begun."""
+    that its peer computes it for; None: the peer has it at hand in `ready_ms`. `over` is what came
+    of it, once begun."""
 
     def __init__(self, parts: tuple[tuple[Want, ...], ...], for_turn: TurnId | None = None) -> None:
         self.parts = parts
         self.for_turn = for_turn
         self.wanted: BringParts = ()
         self.over: Future[BringOver] | None = None
-        self.began_s = 0.0
+        self.began_s, self.ready_ms = 0.0, 0.0
         self.is_stopped = False
         self._readers: list[Future[Landing | None]] = [Future() for _ in parts]
         self._last: Landing | None = None

@@ -58,7 +58,7 @@ _Asked = tuple[LenderAddress, SessionId, int]
 
 class PeerOffer(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A `PeerOffer` is a record that `lender` is said to hold, among the first `tokens` tokens.
-    `turn_id`: its turn computes it, and is ready in `ready_ms`."""
+    It has it at hand in `ready_ms`; `turn_id`: its turn computes it until then."""
 
     prefix: PeerPrefix
     lender: LenderAddress
@@ -95,20 +95,21 @@ class Peers:
         self._reading: dict[tuple[Want, ...], PartBring] = {}
         self._lock = Lock()
 
-    def look(self, prefix: PeerPrefix) -> frozenset[bytes]:
-        """Return which of the records that the prefix is cut into its peer could lend."""
+    def look(self, prefix: PeerPrefix) -> dict[bytes, float]:
+        """Return which of the records that the prefix is cut into its peer could lend, and in how
+        many ms it has them at hand; what it computes it lends as it does."""
         order = None if prefix.order is None else self.orders.placed(prefix)
         held = self._held(prefix) if order is None else order.will_hold
         lender = prefix.lender if order is None else order.worker
         if held is None or lender is None or not held.tokens:
             self.looks["silent" if held is None else "nothing"] += 1
-            return frozenset()
+            return {}
         depth = min(held.tokens, prefix.tokens) // self._block
         if not depth or prefix.digests[depth - 1] != held.tip:
             self.looks["parted"] += 1  # another prefix, or one that went on since
-            return frozenset()
+            return {}
         points = {position // self._block for position in held.points}
-        turn_id, ready_ms = NO_TURN, 0.0
+        turn_id, ready_ms = NO_TURN, held.ready_ms
         if order is not None and order.accepted is not None:
             turn_id, ready_ms = order.accepted.turn_id, order.accepted.ready_ms
         offers = {
@@ -117,11 +118,8 @@ class Peers:
             if self._is_held(record, depth, points, grid=prefix.grid_blocks)
         }
         self.looks["found"] += 1
-        with self._lock:
-            self._offers.update(offers)
-            while len(self._offers) > OFFERS_KEPT:
-                self._offers.popitem(last=False)
-        return frozenset(offers)
+        self.learn(offers)
+        return dict.fromkeys(offers, 0.0 if order is not None else ready_ms)
 
     def _held(self, prefix: PeerPrefix) -> PrefixIs | None:
         """Return what the peer says; a restore looks several times, and the peer is asked once."""
@@ -142,6 +140,18 @@ class Peers:
     def has(self, ids: Sequence[bytes]) -> frozenset[bytes]:
         """Return which of `ids` a peer is said to hold."""
         return frozenset(id_ for id_ in ids if id_ in self._offers)
+
+    def offered(self, wants: Sequence[Want]) -> dict[bytes, PeerOffer]:
+        """Return what was offered of the wants, by id, for who brings it in another process."""
+        found = {want.id: self._offers.get(want.id) for want in wants}
+        return {id_: _slim(offer) for id_, offer in found.items() if offer is not None}
+
+    def learn(self, offers: Mapping[bytes, PeerOffer]) -> None:
+        """Take offers that were made in another process."""
+        with self._lock:
+            self._offers.update(offers)
+            while len(self._offers) > OFFERS_KEPT:
+                self._offers.popitem(last=False)
 
     def expect(self, parts: Sequence[Sequence[Want]]) -> None:
         """Bring all these parts, which one peer computes, once the first of them is read."""
@@ -202,6 +212,8 @@ class Peers:
         if offer.turn_id != NO_TURN:
             may_ms = ORDER_SHARE * max(may_ms, offer.ready_ms)
             coming.for_turn = offer.prefix.turn_id
+        else:
+            coming.ready_ms = offer.ready_ms
         coming.began_s = time.perf_counter()
         try:
             coming.over = self._service.bring(
@@ -230,11 +242,11 @@ class Peers:
         if over.end is BringEnd.BROUGHT:
             size = sum(one.bytes for part in coming.wanted for one in part)
             self.brought_bytes.update(over.read_bytes)
-            if coming.for_turn is None:  # else its time is the computing's
+            if coming.for_turn is not None:  # its time is the computing's
+                self.ordered_bytes.update(early=over.early_bytes, behind=size - over.early_bytes)
+            elif not coming.ready_ms:  # else it is that of the peer's media too
                 took_ms = (time.perf_counter() - coming.began_s) * 1e3
                 self.timings.append(Loaded(Tier.PEER, size, took_ms))
-            else:
-                self.ordered_bytes.update(early=over.early_bytes, behind=size - over.early_bytes)
         coming.ended()
 
     def give_up(self, wants: Sequence[Want]) -> None:
@@ -268,6 +280,12 @@ class Peers:
         if record.first == record.end:
             return record.end in points and record.end <= depth
         return record.end == depth or (record.end < depth and record.end % grid == 0)
+
+
+def _slim(offer: PeerOffer) -> PeerOffer:
+    """Return the offer without what only a look needs."""
+    prefix = msgspec.structs.replace(offer.prefix, digests=(), records={})
+    return msgspec.structs.replace(offer, prefix=prefix)
 
 
 def _meta(want: Want, component: str) -> Meta:

@@ -20,7 +20,8 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import AskLender, LenderSays, Nonce, Reject, RpcAnswer
 from ownerserve.node.transfers.frames import decode_question, encode_message
-from ownerserve.node.transfers.lending import Lending, SessionHint
+from ownerserve.node.transfers.lenders import Lenders, OnEngine
+from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.transfer.control.events import (
     AnswerPeer,
     CheckTicket,
@@ -47,9 +48,6 @@ QUESTIONS_KEPT = 1024
 """A question that is asked again under another number is answered there; the former one is given
 up by the port."""
 
-OnEngine = Callable[[Callable[[], object]], "Future[object]"]
-"""Runs a call on the engine's thread, between two steps. Raises RuntimeError once it has ended."""
-
 
 class _Question(NamedTuple):
     """A question is who waits for an answer, and whether it may read by address: it is on this
@@ -66,7 +64,7 @@ class SourceSide:
     def __init__(
         self,
         unit: RoutingUnit,
-        lending: Lending,
+        lending: Lenders,
         on_engine: OnEngine,
         *,
         digests: Digests,
@@ -167,6 +165,8 @@ class SourceSide:
         def told(done: Future[object]) -> None:
             found = None if done.exception() else done.result()
             self.tell(found if isinstance(found, LendOpened | LendNotOpened) else refused)
+            if isinstance(found, LendOpened):
+                self._lending.opened(found.ticket)  # and what that tells comes behind
 
         opened = self._call(lambda: self._lending.open(effect, hint, time.monotonic()))
         if opened is None:

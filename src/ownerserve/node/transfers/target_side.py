@@ -174,7 +174,7 @@ class TargetSide:
         self._lines: dict[str, AsyncFramedClient] = {}
         self._met: dict[WorkerId, LenderAddress] = {}
         """The life of each worker that was asked last, and where."""
-        self._movers: dict[tuple[str, str, RoutingUnit], Mover] = {}
+        self._movers: dict[tuple[str, str, RoutingUnit, str], Mover] = {}
         self._memory: dict[tuple[RoutingUnit, int], LenderPlaces] = {}
         self._boot = own_name().boot
         self._reads: dict[int, Mover] = {}
@@ -380,7 +380,8 @@ class TargetSide:
         """Return the mover of the read's road to its peer, opened once."""
         rpc_host, _ = parse_endpoint(effect.peer.address, field="peer", mend="name its RPC port")
         address = told_address(effect.rank.address, rpc_host)
-        key = (effect.road, address, effect.peer.unit)
+        shared = None if memory is None else memory.shared()
+        key = (effect.road, address, effect.peer.unit, "" if shared is None else shared.name)
         mover = self._movers.get(key)
         if mover is None:
             mover = self._roads.open(effect.road, address, memory)

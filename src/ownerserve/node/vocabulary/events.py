@@ -92,12 +92,13 @@ class RecordsFound(msgspec.Struct, frozen=True):
     ids that are not stored are not in it.
 
     `inside` are records that were not asked for by id and hold one of the boundaries; their ids
-    are in `held` too.
+    are in `held` too. A peer has what it holds of them at hand in `peer_ready_ms`.
     """
 
     operation_id: OperationId
     held: Mapping[bytes, Tier]
     inside: tuple[Inside, ...] = ()
+    peer_ready_ms: float = 0.0
 
 
 class DeviceAsked(msgspec.Struct, frozen=True):

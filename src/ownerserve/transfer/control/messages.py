@@ -29,6 +29,7 @@ class LendRefusal(StrEnum):
     NOT_HELD = "not_held"  # nothing of it is here, and no such turn runs
     MISMATCH = "mismatch"  # other layouts, or ranks that can't serve each other
     BUSY = "busy"  # too many lends stand
+    NO_ROOM = "no_room"  # its memory for what is lent from below the device is taken
     CANCELLED = "cancelled"  # the wish was called off before
     OTHER_LIFE = "other_life"  # asked of a unit that this process is not
 

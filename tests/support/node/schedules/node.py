@@ -30,6 +30,7 @@ from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
 from ownerserve.node.state import NodeState
+from ownerserve.node.transfers.lenders import Lenders
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import OrderedPrompt, Prefills, PrefillTimes
@@ -134,6 +135,7 @@ class SimNode:
             resume_of=self.state.resume,
             checkpoints_of=self.state.checkpoints.during,
         )
+        self.scheduler.arrivals = self.cache.ingest
         self.lending = Lending(self.cache, NAMES, self.state.chains, regions=self.memory.regions)
         self.lending.address = f"{name}:1"
         self._transfers()
@@ -148,7 +150,8 @@ class SimNode:
 
     def _transfers(self) -> None:
         loop = self.world.loop
-        source = SourceSide(self.unit, self.lending, self.between, digests=Xxh3(), loop=loop)
+        lenders = Lenders(self.lending)
+        source = SourceSide(self.unit, lenders, self.between, digests=Xxh3(), loop=loop)
         who = cast(Any, self)  # lines say by it whose they are
         target = TargetSide(self.unit, SECTIONS, SimRoads(self), key=who, loop=loop)
         self.service = SimService(self, source, target)

@@ -25,23 +25,30 @@ from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.turns import prompts
 from ownerserve.engines.vllm.turns.prompts import Prompts
 from ownerserve.engines.vllm.worker_commands import SaveCommand
-from ownerserve.kv.ids import PrefixHash
+from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import HashedPrefix, Identity, Numerics, pack
+from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.retention.saves import Capture, SaveLimits, Saves
 from ownerserve.node.runtime.node_runtime import Calibration
-from ownerserve.node.vocabulary.events import FindRecords, RecordsFound
+from ownerserve.node.transfers.peers import PeerOffer
+from ownerserve.node.vocabulary.events import (
+    FindRecords,
+    PeerPrefix,
+    PeerRecord,
+    RecordsFound,
+)
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames, Tip, records_of
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.inputs import VLLM
 from ownerserve.plan.restore import Planner
 from ownerserve.plan.swa.branches import Branches, PointCost
-from ownerserve.store.format.model import ID_BYTES, ArtifactKind, Meta
+from ownerserve.store.format.model import ID_BYTES, ArtifactKind, Meta, Want
 from tests.support.vllm_parts.fake_vllm.request import BLOCK, FakeRequest, Weights
 from tests.support.vllm_parts.fake_vllm.scheduler import STEP_TOKENS
-from tests.support.vllm_parts.fake_vllm.workers import Rank, Row, span
+from tests.support.vllm_parts.fake_vllm.workers import Rank, Row, Stored, span
 from tests.support.vllm_parts.specs import Config, dense, sliding
 
 WINDOW_TOKENS = 7
@@ -189,7 +196,10 @@ class Lookup:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
+        self.lent: dict[bytes, Stored] = rank.lent
+        """What a peer holds, whoever is named as one."""
         self.asked: deque[FindRecords | Callable[[], None]] = deque()
+        self._lender: LenderAddress | None = None
         self._found: deque[RecordsFound] = deque()
 
     def submit(self, find: FindRecords) -> None:
@@ -220,8 +230,23 @@ class Lookup:
         store = self._rank.store
         inside = tuple(self._inside(asked))
         ids = [*(id_ for id_ in asked.ids if id_ in store), *(at.meta.id for at in inside)]
-        found = RecordsFound(asked.operation_id, dict.fromkeys(ids, Tier.DISK), inside)
-        self._found.append(found)
+        held = dict.fromkeys(ids, Tier.DISK)
+        if asked.peer is not None:
+            self._lender = asked.peer.lender
+            away = (id_ for id_ in asked.ids if id_ in self.lent)
+            held = {**dict.fromkeys(away, Tier.PEER), **held}
+        self._found.append(RecordsFound(asked.operation_id, held, inside))
+
+    def offered(self, wants: Sequence[Want]) -> dict[bytes, PeerOffer]:
+        away = [want for want in wants if want.id in self.lent and want.id not in self._rank.store]
+        if not away:
+            return {}
+        assert self._lender is not None, "nobody was asked"
+        prefix = PeerPrefix(
+            self._lender, None, None, 0, (), {}, grid_blocks=1, compute_ms=0.0, turn_id=TurnId("")
+        )
+        record = PeerRecord("", 0, 0)
+        return {want.id: PeerOffer(prefix, self._lender, record, 0) for want in away}
 
     def _inside(self, find: FindRecords) -> Iterable[Inside]:
         metas = [stored.meta for stored in self._rank.store.values()]
@@ -317,6 +342,7 @@ class Engine:
         self.oracle = Oracle(self.shape)
         self.ranks = [Rank(self.shape, self.oracle) for _ in range(setup.ranks)]
         self.lookup = Lookup(self.ranks[0])
+        self.sessions = SessionsHere(None)
         self.telling = Telling(self.ranks)
         self.telling.oracle = self.oracle
         self._device = EngineDevice(self.shape.layout())
@@ -335,7 +361,7 @@ class Engine:
                 component=names.range_names[0],
                 groups=self.shape.group_tokens,
             ),
-            sessions=SessionsHere(None),
+            sessions=self.sessions,
             tenants=setup.tenants,
             replays=Replays(ReplayLengths(), None, workers=setup.ranks),
             workers=setup.ranks,

@@ -79,6 +79,8 @@ class Rank:
     named: Named
     memory: dict[int, list[Row | None]] = field(default_factory=dict)
     store: dict[bytes, Stored] = field(default_factory=dict)
+    lent: dict[bytes, Stored] = field(default_factory=dict)
+    """What a peer holds, which a load may bring that has its offer."""
     loading: dict[int, Loading] = field(default_factory=dict)
     uncopied: list[SaveCommand] = field(default_factory=list)
     unsaved: list[tuple[SaveCommand, list[list[Row]]]] = field(default_factory=list)
@@ -159,6 +161,8 @@ class Rank:
         reason = loading.reason or (MissReason.DEADLINE if now > loading.until_s else reason)
         for want, place in zip(load.wants, load.places, strict=True):
             stored = self.store.get(want.id)
+            if stored is None and want.id in load.offers:
+                stored = self.lent.get(want.id)
             if stored is None:
                 reason, failed_id = reason or MissReason.ABSENT, want.id
                 break

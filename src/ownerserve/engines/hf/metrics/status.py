@@ -53,7 +53,8 @@ class HfStatus(WorkerStatus, frozen=True, kw_only=True):
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True):
-    """A `WorkerIdentity` is the part of the status that does not change in a worker's life."""
+    """A `WorkerIdentity` is the part of the status that does not change in a worker's life; others
+    read its state from the tiers that it `lends`."""
 
     model: str
     incarnation: int
@@ -61,6 +62,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True):
     spec_digest: str = ""
     worker: WorkerId = WorkerId("")
     owns_sessions: bool = False
+    lends: tuple[Tier, ...] = ()
 
     @property
     def unit(self) -> RoutingUnit:
@@ -133,7 +135,7 @@ def worker_profile(
         tiers=tuple(tier_statements(costs, tiers)),
         sequence_tokens=identity.sequence_tokens,
         owns_sessions=identity.owns_sessions,
-        lends=(str(Tier.DEVICE),) if Tier.PEER in tiers else (),
+        lends=tuple(map(str, identity.lends)),
     )
 
 

@@ -48,6 +48,7 @@ class TransferCollector(Collector):
             labels=["end"],
             values=counts.lends,
         )
+        yield from _staged(counts)
         yield from _ordered(counts)
         moves = CounterMetricFamily(
             "ownerserve_session_moves",
@@ -102,6 +103,26 @@ def _arena(numbers: ArenaNumbers) -> Iterator[Metric]:
     )
     oldest.add_metric([], numbers.oldest_abandoned_s)
     yield oldest
+
+
+def _staged(counts: TransferCounts) -> Iterator[Metric]:
+    """Yield what was read of this worker's own tiers for peers."""
+    read = CounterMetricFamily(
+        "ownerserve_staged_bytes", "Bytes read of host memory and disk to be lent to peers."
+    )
+    read.add_metric([], counts.staged_bytes)
+    yield read
+    failed = CounterMetricFamily(
+        "ownerserve_staging_failures",
+        "Reads of host memory and disk for peers that gave nothing: the lend ended short.",
+    )
+    failed.add_metric([], counts.failed_stagings)
+    yield failed
+    used = GaugeMetricFamily(
+        "ownerserve_stage_used_bytes", "Memory that holds what is lent of host memory and disk now."
+    )
+    used.add_metric([], counts.stage_used_bytes)
+    yield used
 
 
 def _ordered(counts: TransferCounts) -> Iterator[Metric]:

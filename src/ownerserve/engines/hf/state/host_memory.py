@@ -4,24 +4,20 @@ may map it.
     Linux, cpu     a memfd, sealed against shrinking, mapped once    /proc/PID/fd/N (kv.regions)
     else           plain memory of the device                        shared with nobody
 
-A memfd has no name in any file system: when the process has ended, however, nothing is left of it
-but what others still map. It is there as long as the tensor is.
+It is there as long as the tensor is.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import mmap
-import os
 import sys
-import weakref
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ownerserve.kv.regions import SharedMemory
+from ownerserve.kv.sealed_memory import sealed_memory
 
 log = logging.getLogger("ownerserve.engine")
 
@@ -45,15 +41,6 @@ def arena_memory(size: int, device: torch.device) -> ArenaMemory:
 
 
 def _shared(size: int) -> ArenaMemory:
-    opened = os.memfd_create("ownerserve-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(opened, size)
-        fcntl.fcntl(opened, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        mapping = mmap.mmap(opened, size)  # unmapped with the last tensor that looks into it
-    except OSError:
-        os.close(opened)
-        raise
-    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
-    weakref.finalize(mapping, os.close, opened)
-    name = f"/proc/{os.getpid()}/fd/{opened}"
-    return ArenaMemory(tensor, SharedMemory(name, tensor.data_ptr(), size))
+    sealed = sealed_memory("ownerserve-arena", size)
+    tensor = torch.frombuffer(sealed.mapping, dtype=torch.uint8)
+    return ArenaMemory(tensor, SharedMemory(sealed.name, tensor.data_ptr(), size))

@@ -76,7 +76,10 @@ class Holding:
         self.inventory = Inventory()
         """Written by the thread alone."""
         self._operations = Operations()
-        self._residency = Residency(names, self.inventory, self._operations, can_replay=can_replay)
+        self.residency = Residency(names, self.inventory, self._operations, can_replay=can_replay)
+        """The thread's alone."""
+        self.prices: Prices | None = None
+        """What reading took when that was told last; None: it was not."""
         self._shards = Shards(directories)
         self._events: PoolEvents = deque()
         self._in_pool: InPool | None = None
@@ -85,7 +88,7 @@ class Holding:
         self._journal: Journal | None = Journal(journal)
         self._inbox: Queue[Chore | None] = Queue()  # a SimpleQueue can sleep past its timeout
         found = self._journal.found
-        self._tell(lambda: self._residency.remembered(found, _now()))
+        self._tell(lambda: self.residency.remembered(found, _now()))
         self._thread = Thread(target=self._run, name="ownerserve-holding", daemon=True)
         self._thread.start()
 
@@ -102,7 +105,7 @@ class Holding:
 
     def missed(self, session_id: SessionId) -> None:
         """Tell that a restore of the session found less than was there."""
-        self._tell(lambda: self._residency.missed(session_id, _now()))
+        self._tell(lambda: self.residency.missed(session_id, _now()))
 
     def over(self, session_id: SessionId) -> None:
         """Tell that the session has ended."""
@@ -114,7 +117,7 @@ class Holding:
 
     def plans(self, planner: Planner, prices: Prices) -> None:
         """Tell that restores are planned by `planner`, at these prices from now on."""
-        self._planning = planner, prices
+        self._planning, self.prices = (planner, prices), prices
 
     def watch(self, shape: StateShape) -> PoolWatch:
         """Make what notes on the scheduler's thread what sessions have in vLLM's pool; `watches`
@@ -135,7 +138,7 @@ class Holding:
         self._inbox.put(None)
         self._thread.join(JOIN_S)
 
-    # -- asked by the RPC's thread -------------------------------------------------------------
+    # -- asked by other threads -------------------------------------------------------------
 
     def page(self, after: int, unit: RoutingUnit, *, wait_s: float = 0.0) -> Future[RpcAnswer]:
         """Ask for a page of the words after number `after`, as `unit`'s; where there is none, of
@@ -143,6 +146,21 @@ class Holding:
         asked = _AskedPage(after, unit, _now() + wait_s)
         self._tell(lambda: self._say(asked))
         return asked.answer
+
+    def run(self, work: Callable[[], object]) -> Future[object]:
+        """Do the work on the thread, which owns `residency`; the future has what it returns."""
+        answer: Future[object] = Future()
+
+        def chore() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    answer.set_result(work())
+                except Exception as error:
+                    answer.set_exception(error)
+                    raise
+
+        self._tell(chore)
+        return answer
 
     def admitted(self, admit: Admit, asked: Probe) -> Future[RpcAnswer]:
         """Ask to have it told with `admit` what is here of the session that is asked about, and
@@ -171,7 +189,7 @@ class Holding:
     def _round(self) -> bool:
         """Do what is due, then the next thing that was told; False: it is time to go."""
         self._look()
-        due_s = self._residency.next_due()
+        due_s = self.residency.next_due()
         if self._waiting:  # what vLLM took is noted, and nobody is stirred by its last step
             until_s = min(one.until_s for one in self._waiting)
             due_s = min(until_s, _now() + STIR_S, NEVER_S if due_s is None else due_s)
@@ -186,7 +204,7 @@ class Holding:
 
     def _look(self) -> None:
         now = _now()
-        for effect in self._residency.tick(now):
+        for effect in self.residency.tick(now):
             assert isinstance(effect, Locate)
             held = self._shards.held(effect.ids)
             located = {} if held is None else {Tier.DISK: held}
@@ -194,7 +212,7 @@ class Holding:
         self._write_down()
 
     def _write_down(self) -> None:
-        for effect in self._residency.to_file():
+        for effect in self.residency.to_file():
             match effect:
                 case Remember(tip) if self._journal is not None:
                     self._journal.write(tip)
@@ -202,19 +220,17 @@ class Holding:
                     self._journal.write(Tip(session_id, 0))
 
     def _left(self, tip: Tip) -> None:
-        self._residency.copied(tip, _now())
+        self.residency.copied(tip, _now())
 
     def _lost(self, lost: RecordsLost) -> None:
-        self._residency.lost(lost.ends, _now())
-        if lost.unnoted:
-            self._residency.all_lost(_now())
+        self.residency.lost(lost, _now())
 
     def _look_at_the_pool(self) -> None:
         if self._in_pool is not None:
             self._in_pool.take(self._events)
 
     def _forget(self, session_id: SessionId) -> None:
-        self._residency.forget(session_id)
+        self.residency.forget(session_id)
         if self._in_pool is not None:
             self._in_pool.take(self._events)
             self._in_pool.forget(session_id)
@@ -229,7 +245,7 @@ class Holding:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
-        self._residency = Residency(
+        self.residency = Residency(
             names, self.inventory, self._operations, can_replay=self._can_replay
         )
 
@@ -259,7 +275,7 @@ class Holding:
         if session_id is None or not answer.set_running_or_notify_cancel():
             return
         self._look_at_the_pool()
-        restorable = self._residency.restorable(session_id)
+        restorable = self.residency.restorable(session_id)
         resident = self.inventory.tokens(session_id, Tier.DEVICE) if self._in_pool else None
         planned = None
         if self._planning is not None and None not in (resident, restorable):

@@ -11,16 +11,22 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
+
+from msgspec.structs import replace
 
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.messages import Tier
-from ownerserve.node.vocabulary.events import FindRecords, RecordsFound
+from ownerserve.node.storage.backing import BRINGS_AT_ONCE
+from ownerserve.node.transfers.peers import PeerOffer
+from ownerserve.node.vocabulary.events import FindRecords, PeerPrefix, RecordsFound
 from ownerserve.node.vocabulary.records import Inside
 from ownerserve.store.disk.snapshot import StoreSnapshot
+from ownerserve.store.format.model import Want
 from ownerserve.store.format.seal import Keys
 
 log = logging.getLogger("vllm.ownerserve")
@@ -30,12 +36,29 @@ OPEN_AGAIN_S = 1.0
 Chore: TypeAlias = Callable[[], None]
 
 
+class OfferingPeers(Protocol):
+    """`OfferingPeers` are other workers, as the scheduler's side asks them (node.transfers.peers);
+    any thread may call."""
+
+    def look(self, prefix: PeerPrefix) -> Mapping[bytes, float]:
+        """Return which records of the prefix its peer could lend, and in how many ms it has each at
+        hand. Waits."""
+        ...
+
+    def offered(self, wants: Sequence[Want]) -> Mapping[bytes, PeerOffer]:
+        """Return what was offered of the wants, by id, for who brings it."""
+        ...
+
+
 class StoreLookup:
     """A `StoreLookup` is the thread that looks records up in the store; `submit` and `poll` return
     at once."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, peers: OfferingPeers | None = None) -> None:
+        """Begin; `peers` None: nobody else is asked."""
         self._directory = directory
+        self._peers = peers
+        self._asking = ThreadPoolExecutor(BRINGS_AT_ONCE, "ownerserve-peers")
         self._snapshot: StoreSnapshot | None = None
         self._tried_s = -OPEN_AGAIN_S
         self._asked: queue.SimpleQueue[FindRecords | Chore | None] = queue.SimpleQueue()
@@ -68,8 +91,13 @@ class StoreLookup:
         while self._found:
             yield self._found.popleft()
 
+    def offered(self, wants: Sequence[Want]) -> Mapping[bytes, PeerOffer]:
+        """Return who is to lend which of these, that are read for a turn."""
+        return {} if self._peers is None else self._peers.offered(wants)
+
     def close(self) -> None:
         """Stop the thread."""
+        self._asking.shutdown(wait=False, cancel_futures=True)
         self._asked.put(None)
         self._thread.join(timeout=5)
 
@@ -82,6 +110,8 @@ class StoreLookup:
                 answer = (
                     RecordsFound(asked.operation_id, {}) if isinstance(asked, FindRecords) else None
                 )
+            if isinstance(asked, FindRecords) and answer is not None:
+                answer = self._also_of_peers(asked, answer)
             if answer is not None:
                 self._found.append(answer)
             self._told.set()
@@ -95,6 +125,27 @@ class StoreLookup:
         inside = _inside(snapshot, find)
         ids = [*snapshot.find(find.ids), *(item.meta.id for item in inside)]
         return RecordsFound(find.operation_id, dict.fromkeys(ids, Tier.DISK), inside)
+
+    def _also_of_peers(self, find: FindRecords, here: RecordsFound) -> RecordsFound | None:
+        """Return what is here, unless a peer may have more of it: then that is asked on a thread
+        that may wait, and answered there."""
+        peer, peers = find.peer, self._peers
+        if peer is None or peers is None or len(here.held) >= len(find.ids):
+            return here
+
+        def ask() -> None:
+            found = here
+            try:
+                away = peers.look(peer)
+                held = {**dict.fromkeys(away, Tier.PEER), **here.held}
+                ready_ms = max(away.values(), default=0.0)
+                found = replace(here, held=held, peer_ready_ms=ready_ms)
+            finally:
+                self._found.append(found)
+                self._told.set()
+
+        self._asking.submit(ask)
+        return None
 
     def _open(self) -> StoreSnapshot | None:
         """Return the view of the store's index; None where the store is not there yet: its writer

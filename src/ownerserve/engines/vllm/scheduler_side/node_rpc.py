@@ -23,7 +23,7 @@ import msgspec
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit, Tier
+from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
 from ownerserve.kv.wire.headers import AnswerLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
@@ -51,6 +51,7 @@ from ownerserve.kv.wire.status import (
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.runtime.busy import BusyMeter
 from ownerserve.node.runtime.stating import actions_of
+from ownerserve.node.transfers.opening import Answerer, NodeTransfers
 
 ADDRESS_FILE = "rpc.address"
 
@@ -87,8 +88,16 @@ class NodeRpcHandler:
     `arrived`, `stepped` and `gone` are called on the scheduler's thread, the rest on any.
     """
 
-    def __init__(self, limits: EngineLimits, holding: Holding, sessions: SessionsHere) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        holding: Holding,
+        sessions: SessionsHere,
+        transfers: NodeTransfers | None = None,
+    ) -> None:
+        """Make it, closed. `transfers` None: it neither lends nor brings."""
         self._limits = limits
+        self._transfers = transfers
         self._holding = holding
         self._sessions = sessions
         self._unit = limits.unit
@@ -116,8 +125,13 @@ class NodeRpcHandler:
             self.close()
             raise
         self._address_file = store / ADDRESS_FILE
+        answer: Answerer = self.answer
+        transfers = self._transfers
+        if transfers is not None:
+            transfers.start(self._holding.run, rpc=self._servers[-1].address)
+            answer = transfers.answering(answer)
         for server in self._servers:
-            server.start(self.answer)
+            server.start(answer)
 
     def close(self) -> None:
         """Stop answering and remove the address from the store."""
@@ -125,6 +139,8 @@ class NodeRpcHandler:
             self._address_file.unlink(missing_ok=True)
         for server in self._servers:
             server.stop()
+        if self._transfers is not None:
+            self._transfers.stop()
         self._servers, self._address_file = [], None
 
     # -- told by the hooks ---------------------------------------------------------------------
@@ -281,7 +297,8 @@ class NodeRpcHandler:
         limits, servers = self._limits, self._servers
         return ProfileStatement(
             models=(limits.model,),
-            actions=actions_of((Tier.DISK,)),
+            actions=_actions(self._transfers),
+            lends=() if self._transfers is None else (str(Tier.DISK),),
             spec_digest=limits.spec_digest,
             kv_bytes_per_token=float(limits.token_bytes),
             kv_bytes_per_sequence=float(limits.sequence_bytes),
@@ -290,8 +307,14 @@ class NodeRpcHandler:
             rpc=servers[-1].address if servers else None,
             sequence_tokens=limits.sequence_tokens,
             owns_sessions=self._sessions.owns,
-            lends=(),
         )
+
+
+def _actions(transfers: NodeTransfers | None) -> tuple[str, ...]:
+    """Return what the worker can do as the one that runs the turn: it brings with a turn what a
+    peer holds, and neither takes idle sessions over nor has prompts computed elsewhere."""
+    fetches = () if transfers is None else (str(PlacementAction.ARTIFACT_FETCH),)
+    return tuple(sorted((*actions_of((Tier.DISK,)), *fetches)))
 
 
 def limits_of(

@@ -22,7 +22,7 @@ from ownerserve.engines.vllm.turns.turn import is_final, session_of
 from ownerserve.kv.addresses import KEYED
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import PrefixHash, SessionId
-from ownerserve.kv.listening import RPC, Protection, check_reach
+from ownerserve.kv.listening import RPC, TRANSFER, Protection, check_reach
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.kv.prefix import Packed
 from ownerserve.kv.wire.curve import FleetKey, read_fleet_key
@@ -38,6 +38,8 @@ from ownerserve.node.ownership.ownership import (
     TurnLeft,
 )
 from ownerserve.node.rpc.server import RpcServer
+from ownerserve.node.transfers.opening import TransferPlace
+from ownerserve.node.transfers.roads import SHM, TCP
 
 FIELD = "kv_connector_extra_config.directory"
 HEARD_KEPT = 4096
@@ -47,6 +49,7 @@ CLOSE_S = 2.0
 
 KEY_FIELD = "kv_connector_extra_config.curve_key_file"
 HOST_FIELD = "kv_connector_extra_config.rpc_host"
+TRANSFER_FIELD = "kv_connector_extra_config.transfer_host"
 
 
 def fleet_key(key_file: str) -> FleetKey | None:
@@ -65,6 +68,18 @@ def gateway_port(host: str, port: int, key_file: str) -> RpcServer | None:
     at = msgspec.structs.replace(RPC, host_option=HOST_FIELD, opened_by="curve_key_file")
     check_reach(at, host, Protection.OPEN if key is None else Protection.KEYED)
     return RpcServer(host=host, port=port, key=key)
+
+
+def transfer_place(host: str, port: int, key_file: str, *, lend_bytes: int) -> TransferPlace:
+    """Return where peers read this engine. They are read by shared memory and TCP alone: that any
+    process of its user may read its own memory is not for a connector to say.
+
+    Raises InvalidInput where nobody may read it without keys.
+    """
+    key = fleet_key(key_file)
+    at = msgspec.structs.replace(TRANSFER, host_option=TRANSFER_FIELD, opened_by="curve_key_file")
+    check_reach(at, host, Protection.OPEN if key is None else Protection.KEYED)
+    return TransferPlace(host, port, key=key, roads=(SHM.name, TCP.name), stage_bytes=lend_bytes)
 
 
 def opener(url: str, key_file: str = "") -> Callable[[], Directory]:
@@ -111,6 +126,8 @@ class SessionsHere:
         self._turns: Counter[str] = Counter()
         self._heard: dict[str, AskLine] = {}
         """What gateways said of the turns that are here, until they end."""
+        self._coming: OrderedDict[str, AskLine] = OrderedDict()
+        """What gateways said of where more of a coming turn's prompt is; the last HEARD_KEPT."""
         self._begun: OrderedDict[str, tuple[PromptCame, ...]] = OrderedDict()
         """By session, until the answer is asked about: a whole one comes after its turn's end."""
         self._lock = Lock()
@@ -143,6 +160,13 @@ class SessionsHere:
             self._turns[session] += 1
         if is_name(session):
             self._tell(TurnCame(SessionId(session)))
+
+    def brought_from(self, request: Any) -> AskLine | None:
+        """Return, once, what a gateway said of where more of the turn's prompt is; None: of this
+        one nothing."""
+        session = session_of(request)
+        with self._lock:
+            return None if session is None else self._coming.pop(session, None)
 
     def begun(self, request: Any, came: PromptCame) -> None:
         """Note what came of a turn's prompt, for the line on its answer."""
@@ -199,7 +223,14 @@ class SessionsHere:
         """Note what a gateway says of a turn that comes; return who owns its session, as far as is
         known."""
         session = asked.session_id
-        if self._ownership is None or session is None or not is_name(session):
+        if session is None or not is_name(session):
+            return None
+        if asked.bring_from is not None:
+            with self._lock:
+                self._coming[session] = asked
+                if len(self._coming) > HEARD_KEPT:
+                    self._coming.popitem(last=False)
+        if self._ownership is None:
             return None
         if asked.group or asked.version:
             with self._lock:

@@ -476,12 +476,15 @@ class SchedulerSide:
 
     def _hashed(self, turn: TrackedRequest, prompt: HashedPrompt) -> None:
         turn.prompt, session = prompt, session_of(turn.request)
+        line = self._sessions.brought_from(turn.request)
         event = TurnArrived(
             prompt.turn_id,
             SessionId(session) if session else None,
             prompt.tokens,
             tenant=turn.tenant,
             hashed=prompt.hashed,
+            parent=None if line is None else line.parent,
+            lender=None if line is None else line.bring_from,
         )
         self._perform(self.state.handle(event, _now()))
 
@@ -735,7 +738,15 @@ class SchedulerSide:
         turn.partial = set().union(*map(self._places.in_part, places))
         until_s = bring.deadline_s - _now()
         request_id = turn.request.request_id
-        self.pending.load(LoadInto(request_id, bring.operation_id, bring.wants, places, until_s))
+        load = LoadInto(
+            request_id,
+            bring.operation_id,
+            bring.wants,
+            places,
+            until_s,
+            self._lookup.offered(bring.wants),
+        )
+        self.pending.load(load)
 
     def _copy(self, turn: TrackedRequest, copy: StoreCopy) -> None:
         turn_id = TurnId(turn.request.request_id)

@@ -37,7 +37,8 @@ from ownerserve.engines.vllm.worker_side.stage import Stage
 from ownerserve.engines.vllm.worker_side.streams import CopyStream
 from ownerserve.kv.errors import Corrupt, OwnerServeError
 from ownerserve.kv.messages import Tier
-from ownerserve.node.storage.backing import Backing, NodeTiers
+from ownerserve.node.storage.backing import BRINGS_AT_ONCE, Backing, NodeTiers
+from ownerserve.node.transfers.bringing import Bringing
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.format.model import MissReason, ReadHit, Want
 from ownerserve.store.tiers.memory import HeldPart
@@ -91,6 +92,8 @@ class Loading(msgspec.Struct, eq=False):
     left: int
     reason: str = ""
     failed_id: bytes = b""
+    batches: Sequence[tuple[int, int]] = ()
+    """Its wants, as they are read together."""
 
 
 class WorkerSide:
@@ -120,7 +123,15 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._readers = Readers(readers)
+        self._bringing: Bringing | None = None
+        self._bringers = Readers(0)
         self._saver = Saver(self._tiers, codec, stream, changed=self._changed)
+
+    def bring_by(self, bringing: Bringing) -> None:
+        """Bring what peers offer too; call it before the first load."""
+        if self._tiers is not None:
+            self._bringing, self._tiers.peers = bringing, bringing.peers
+            self._bringers = Readers(BRINGS_AT_ONCE)  # a bring waits, as no reader should
 
     # -- the engine's thread -------------------------------------------------------------------
 
@@ -133,8 +144,8 @@ class WorkerSide:
         with self._changed:
             for operation_id in commands.drops:
                 loading = self._loading.get(operation_id)
-                if loading is not None and not loading.reason:
-                    loading.reason = MissReason.CANCELLED
+                if loading is not None:
+                    self._cancel(loading)
             self._received.update(commands.failures)
             self._failed.update(commands.failures)
 
@@ -186,10 +197,20 @@ class WorkerSide:
         self._saver.close()
         with self._changed:
             for loading in self._loading.values():
-                loading.reason = loading.reason or MissReason.CANCELLED
+                self._cancel(loading)
+        if self._bringing is not None:
+            self._bringing.stop()  # who waits for a peer hears
+        self._bringers.close()
         self._readers.close()
         if self._backing is not None:
             self._backing.close()
+
+    def _cancel(self, loading: Loading) -> None:
+        """Let the load end without what is not brought yet; a peer is not waited for."""
+        loading.reason = loading.reason or MissReason.CANCELLED
+        if self._bringing is not None and loading.load.offers:
+            for first, end in loading.batches:
+                self._bringing.peers.give_up(loading.load.wants[first:end])
 
     def _has_news(self) -> bool:
         return bool(self._received or self._done or self._saver.has_news)
@@ -207,12 +228,16 @@ class WorkerSide:
                 return
             load = self._stage.load(load)
         batches = _ranges([self._codec.size(place) for place in load.places], BATCH_BYTES)
-        loading = Loading(load, now + load.deadline_s, now, len(batches))
+        loading = Loading(load, now + load.deadline_s, now, len(batches), batches=batches)
         with self._changed:
             self._loading[load.operation_id] = loading
+        readers = self._readers
+        if load.offers and self._bringing is not None:
+            self._bringing.peers.learn(load.offers)
+            readers = self._bringers
         ready = self._stream.mark()  # zeroing of these blocks may be queued
         for first, end in batches:
-            self._readers.submit(partial(self._bring, loading, first, end, ready))
+            readers.submit(partial(self._bring, loading, first, end, ready))
 
     def _bring(self, loading: Loading, first: int, end: int, ready: Any) -> None:
         """Read and verify one batch of a load, and write it, or let all readers do so."""
@@ -295,7 +320,8 @@ class WorkerSide:
                 load.request_id,
                 ids=tuple(want.id for want in load.wants),
                 bytes=sum(self._codec.size(place) for place in load.places),
-                ms=(time.monotonic() - loading.began_s) * 1e3,
+                # What a peer took says nothing of the store.
+                ms=0.0 if load.offers else (time.monotonic() - loading.began_s) * 1e3,
             )
         self._done.append(result)
 

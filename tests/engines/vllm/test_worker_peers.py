@@ -1,0 +1,140 @@
+"""The worker side brings what a peer was said to lend, over real ports and movers: the bytes that
+the peer has, or a load that fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from ownerserve.engines.vllm.worker_commands import BlockPlace, LoadInto, WorkerCommands
+from ownerserve.engines.vllm.worker_side.streams import HostStream
+from ownerserve.engines.vllm.worker_side.worker import WorkerSide
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit
+from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.transfers.bringing import Bringing
+from ownerserve.node.transfers.opening import TransferPlace
+from ownerserve.node.transfers.roads import SHM, TCP
+from ownerserve.node.vocabulary.events import PeerRecord
+from tests.support.node.lending_nodes import SECTIONS, B, Node, cells, wanted
+from tests.support.node.storing_node import StoringNode, put_away
+from tests.support.waits import until
+
+pytestmark = pytest.mark.engine
+
+PLACE = BlockPlace("dense", ((1,),), 0, 32)
+LONG_S = 300.0
+
+
+class Pages:
+    """A codec that notes what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def size(self, place: BlockPlace) -> int:
+        return 1
+
+    def cut(
+        self, place: BlockPlace, data: memoryview, *, most_bytes: int
+    ) -> Iterator[tuple[BlockPlace, memoryview]]:
+        yield place, data
+
+    def write(self, place: BlockPlace, data: memoryview) -> None:
+        self.written.append(bytes(data))
+
+
+@pytest.fixture
+def near() -> Iterator[StoringNode]:
+    node = StoringNode(None)
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def far() -> Iterator[Node]:
+    """The scheduler's process of the engine that brings: it asks peers what they hold."""
+    node = Node("far")
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def pages() -> Pages:
+    return Pages()
+
+
+@pytest.fixture
+def worker(tmp_path: Path, pages: Pages) -> Iterator[WorkerSide]:
+    """The worker's process of the same engine, with a store of its own, in which nothing is."""
+    codec: Any = pages
+    side = WorkerSide(open_backing(tmp_path, 0), codec, HostStream(), readers=2)
+    unit = RoutingUnit(WorkerId("far's worker"), 0, Incarnation(1))
+    place = TransferPlace(roads=(SHM.name, TCP.name))
+    side.bring_by(Bringing(unit, SECTIONS, block_tokens=B, place=place))
+    yield side
+    side.close()
+
+
+def offered(near: StoringNode, far: Node) -> tuple[LoadInto, list[PeerRecord]]:
+    """A load of all that the peer was said to hold, and what that is."""
+    prefix = wanted(near.address)
+    wants = cells(prefix, frozenset(far.transfers.peers.look(prefix)))
+    offers = far.transfers.peers.offered(wants)
+    assert offers.keys() == {want.id for want in wants}
+    assert not any(offer.prefix.digests for offer in offers.values()), "what only a look needs"
+    load = LoadInto("r", 9, tuple(wants), (PLACE,) * len(wants), LONG_S, offers)
+    return load, [prefix.records[want.id] for want in wants]
+
+
+def reason_of(worker: WorkerSide) -> str:
+    """How the load ended."""
+    until_s = time.monotonic() + LONG_S
+    while time.monotonic() < until_s:
+        worker.results(WorkerCommands(is_idle=True))
+        if loads := worker.report().loads:
+            return loads[0].reason
+    raise AssertionError("a load waits for ever")
+
+
+def test_what_a_peer_was_said_to_lend_is_read_from_there(
+    near: StoringNode, far: Node, worker: WorkerSide, pages: Pages
+) -> None:
+    before = put_away(near)
+    load, records = offered(near, far)
+    worker.load(WorkerCommands(loads=(load,)))
+    assert reason_of(worker) == ""
+    assert pages.written == [before[one] for one in records]
+
+
+def test_a_peer_that_has_it_no_more_is_a_miss(
+    near: StoringNode, far: Node, worker: WorkerSide, pages: Pages
+) -> None:
+    put_away(near)
+    load, _ = offered(near, far)
+    near.tiers.remove([want.id for want in load.wants])
+    worker.load(WorkerCommands(loads=(load,)))
+    assert reason_of(worker) == "absent"
+    assert not pages.written
+
+
+def test_a_load_that_nobody_waits_for_waits_for_no_peer(
+    near: StoringNode, far: Node, worker: WorkerSide, pages: Pages
+) -> None:
+    put_away(near)
+    load, _ = offered(near, far)
+    has_ended = Event()
+    near.between(has_ended.wait)  # it lends nothing meanwhile
+    try:
+        worker.load(WorkerCommands(loads=(load,)))
+        worker.load(WorkerCommands(drops=(load.operation_id,)))
+        assert reason_of(worker) == "cancelled"
+    finally:
+        has_ended.set()
+    assert not pages.written
+    until(lambda: not near.used_bytes, within_s=60, what="nothing is lent")
