@@ -366,7 +366,6 @@ def test_no_room_beside_what_comes_is_no_failure() -> None:
     """Slots that are reserved for state which no turn here waits for can be had once it has come,
     or is given up."""
     bench = Bench(blocks=4)
-    bench.scheduler.arrivals = bench.cache.ingest
     tokens = pack(range(50, 50 + 3 * BLOCK))
     arrival = Arrival(tokens, hash_prefix(tokens, BLOCK)[-1])
     comes = bench.cache.ingest.reserve(arrival, 0.0)

@@ -135,7 +135,6 @@ class SimNode:
             resume_of=self.state.resume,
             checkpoints_of=self.state.checkpoints.during,
         )
-        self.scheduler.arrivals = self.cache.ingest
         self.lending = Lending(self.cache, NAMES, self.state.chains, regions=self.memory.regions)
         self.lending.address = f"{name}:1"
         self._transfers()

@@ -312,7 +312,6 @@ class WithNode:
         self._metrics = metrics
         self._turns: dict[TurnId, _Turn] = {}
         self._arrivals_ended = 0
-        scheduler.arrivals = node.state.cache.ingest
         self.calibration = node.calibration
         self.comings = Comings(self._handle)
         """`comings` are the sessions that move here, or are put away."""

@@ -24,7 +24,7 @@ beside a bounded amount of prefill, so neither waits for more than one step's sh
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Mapping, Sized
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from enum import StrEnum
 
@@ -207,8 +207,6 @@ class Scheduler:
         self.counts = RequestCounts()
         self.promises: Promises = NoPromises()
         """Keeps room for turns that are not here yet; `TurnAdmission` sets itself here."""
-        self.arrivals: Sized = ()
-        """As many as have slots that are not the cache's yet, or not again; a node sets its own."""
         self._cache = cache
         self._limits = limits
         self._resume_of = resume_of or (lambda _: None)
@@ -502,7 +500,7 @@ class Scheduler:
     def _reserves_elsewhere(self) -> bool:
         """`_reserves_elsewhere` tells whether slots may be reserved for held turns, or are for
         state that comes while no turn waits for it: no room now does not mean never."""
-        return bool(self._held) or len(self.arrivals) > 0
+        return bool(self._held) or len(self._cache.ingest) > 0
 
     def _begin(self, sequence: Sequence, now: float) -> tuple[int, tuple[Effect, ...]] | None:
         """Open the turn and take the first chunk's slots; None: there is no room, and nothing is
