@@ -113,6 +113,46 @@ class WorkerProcess:
             self.process.wait(WAIT_S)
 
 
+class Answers:
+    """Between a worker and the peer at `address`: before what the peer says first of the bytes
+    `word` arrives, `told` is called."""
+
+    def __init__(self, address: str, word: bytes, told: Callable[[], None]) -> None:
+        host, port = address.removeprefix("tcp://").rsplit(":", 1)
+        self._peer, self._word, self._told = (host, int(port)), word, told
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.is_told = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                far = socket.create_connection(self._peer)
+            except OSError:  # it has ended
+                near.close()
+                continue
+            for source, sink, send in (
+                (near, far, socket.socket.sendall),
+                (far, near, self._answer),
+            ):
+                pumped = (source, sink, send)
+                threading.Thread(target=Wire.pump, args=pumped, daemon=True).start()
+
+    def _answer(self, sink: socket.socket, data: bytes) -> None:
+        if self._word in data and not self.is_told.is_set():
+            self._told()
+            self.is_told.set()
+        sink.sendall(data)
+
+
 class Wire:
     """Between a worker and its directory: what the worker sends is held, or goes on."""
 
@@ -158,7 +198,7 @@ class Wire:
                 return
             far = socket.create_connection(self._directory)
             for source, sink, send in ((near, far, self._pass), (far, near, socket.socket.sendall)):
-                threading.Thread(target=self._pump, args=(source, sink, send), daemon=True).start()
+                threading.Thread(target=self.pump, args=(source, sink, send), daemon=True).start()
 
     def _pass(self, sink: socket.socket, data: bytes) -> None:
         with self._lock:
@@ -168,7 +208,7 @@ class Wire:
                 sink.sendall(data)
 
     @staticmethod
-    def _pump(source: socket.socket, sink: socket.socket, send: Send) -> None:
+    def pump(source: socket.socket, sink: socket.socket, send: Send) -> None:
         try:
             while data := source.recv(1 << 16):
                 send(sink, data)

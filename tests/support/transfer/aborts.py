@@ -53,10 +53,10 @@ def aborts(name: str, *, least: int, seed: int) -> Came:
 def told(name: str, came: Came) -> str:
     """What came of a road's aborts, in a line."""
     failed = ", ".join(f"{why} {count}" for why, count in sorted(came.failed.items()))
-    cut_off = ", ".join(f"{how} {count}" for how, count in sorted(came.by.items()))
+    trials = ", ".join(f"{how} {count}" for how, count in sorted(came.by.items()))
     return (
-        f"{name}: {came.aborted} cut off ({cut_off}), {came.landed} landed, {came.counted} counted;"
-        f" {failed}; {came.late} bytes late beside what is abandoned"
+        f"{name}: {came.aborted} cut off, in trials by {trials}; {came.landed} landed,"
+        f" {came.counted} counted; {failed}; {came.late} bytes late beside what is abandoned"
     )
 
 
