@@ -93,8 +93,12 @@ class Moves:
                 yield name
 
     def _leave(self, name: SessionId, source: Worker, leaving: _Leaving) -> None:
-        """Have the session leave the drained worker for where its next turn would go."""
+        """Have the session, if it is idle, leave the drained worker for where its next turn would
+        go, or for the store where nobody else can take it over."""
         now, turns = self._turns.now(), self._turns
+        session = self._state.sessions.get(name)
+        if session is None or session.pending or session.owner is not source:
+            return
         target = self._state.idle.place(name, source, turns.rollout.arm_of(name, None), now)
         if target is None and PlacementAction.TAIL_RECOMPUTE not in source.profile.actions:
             self.counts["no_target"] += 1
@@ -106,7 +110,7 @@ class Moves:
 
         leaving.under_way += 1
         if target is None:
-            self._suspend(name, source, ended)
+            self._keep(self._put_away(name, source), ended)
         else:
             self._begin(GapMove(name, source, target), ended)
 
@@ -131,16 +135,6 @@ class Moves:
             ended("unreachable")
             return
         self._keep(self._move(move, Take(move.session, address)), ended)
-
-    def _suspend(
-        self, name: SessionId, source: Worker, ended: Callable[[Said | str], None]
-    ) -> None:
-        """Have the drained worker put away a session that nobody else can take over."""
-        session = self._state.sessions.get(name)
-        if session is None or session.pending or session.owner is not source:
-            ended("not_idle")
-        else:
-            self._keep(self._put_away(name, source), ended)
 
     def _keep(
         self, work: Coroutine[None, None, Said | str], ended: Callable[[Said | str], None]

@@ -157,7 +157,8 @@ def test_its_next_turn_is_an_append_where_it_went(fleet: Fleet) -> None:
     until(lambda: here.http.get("/ownerserve/cache").json()["sessions"] == 0)
     assert moved(there, "came", "taken") == moved(here, "went", "moved") == 1
     words = there.http.get("/ownerserve/inventory").json()["words"]
-    assert [one["tokens"] for one in words if one["session"] == NAME] == [taken.tokens]
+    here_now = [one for one in words if one["session"] == NAME and one["tier"] == "device"]
+    assert [one["tokens"] for one in here_now] == [taken.tokens]  # on a busy machine, below it too
 
     answer = serve_at(there, longer, epoch=after.epoch)
     assert answer["mode"] == "direct_append" and answer["cached"] == taken.tokens
