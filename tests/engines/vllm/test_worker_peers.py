@@ -70,13 +70,18 @@ def pages() -> Pages:
 
 
 @pytest.fixture
-def worker(tmp_path: Path, pages: Pages) -> Iterator[WorkerSide]:
+def bringing() -> Bringing:
+    unit = RoutingUnit(WorkerId("far's worker"), 0, Incarnation(1))
+    place = TransferPlace(roads=(SHM.name, TCP.name))
+    return Bringing(unit, SECTIONS, block_tokens=B, place=place)
+
+
+@pytest.fixture
+def worker(tmp_path: Path, pages: Pages, bringing: Bringing) -> Iterator[WorkerSide]:
     """The worker's process of the same engine, with a store of its own, in which nothing is."""
     codec: Any = pages
     side = WorkerSide(open_backing(tmp_path, 0), codec, HostStream(), readers=2)
-    unit = RoutingUnit(WorkerId("far's worker"), 0, Incarnation(1))
-    place = TransferPlace(roads=(SHM.name, TCP.name))
-    side.bring_by(Bringing(unit, SECTIONS, block_tokens=B, place=place))
+    side.bring_by(bringing)
     yield side
     side.close()
 
@@ -124,17 +129,18 @@ def test_a_peer_that_has_it_no_more_is_a_miss(
 
 
 def test_a_load_that_nobody_waits_for_waits_for_no_peer(
-    near: StoringNode, far: Node, worker: WorkerSide, pages: Pages
+    near: StoringNode, far: Node, worker: WorkerSide, bringing: Bringing
 ) -> None:
     put_away(near)
     load, _ = offered(near, far)
-    has_ended = Event()
+    has_ended, asked = Event(), near.transfers.service.source.state
     near.between(has_ended.wait)  # it lends nothing meanwhile
     try:
         worker.load(WorkerCommands(loads=(load,)))
+        until(lambda: asked.counts()["opening"], within_s=60, what="a lend is asked for")
         worker.load(WorkerCommands(drops=(load.operation_id,)))
         assert reason_of(worker) == "cancelled"
+        assert bringing.peers.brings == {"stopped": 1}, "it is not waited for until it is late"
     finally:
         has_ended.set()
-    assert not pages.written
     until(lambda: not near.used_bytes, within_s=60, what="nothing is lent")
