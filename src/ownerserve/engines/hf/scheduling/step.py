@@ -6,7 +6,7 @@ Data only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sized
 from collections.abc import Sequence as Tokens
 from enum import StrEnum
 from typing import Protocol
@@ -43,6 +43,11 @@ class CachePort(Protocol):
     @property
     def sessions(self) -> SessionPositions:
         """`sessions` knows where the sessions of the cache stand."""
+        ...
+
+    @property
+    def ingest(self) -> Sized:
+        """`ingest` has the arrivals that hold slots and are not in the cache yet, or not again."""
         ...
 
     def begin(
