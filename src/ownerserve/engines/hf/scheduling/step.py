@@ -32,7 +32,16 @@ class SessionPositions(Protocol):
         ...
 
 
-class CachePort(Protocol):
+class ArrivalsPort(Protocol):
+    """An `ArrivalsPort` tells for how much state that comes slots are reserved."""
+
+    @property
+    def ingest(self) -> Sized:
+        """`ingest` has the arrivals whose slots are not the cache's yet, or not again."""
+        ...
+
+
+class CachePort(ArrivalsPort, Protocol):
     """A `CachePort` is what the scheduler needs of `cache.HeteroCache` (docs/design/001)."""
 
     @property
@@ -43,11 +52,6 @@ class CachePort(Protocol):
     @property
     def sessions(self) -> SessionPositions:
         """`sessions` knows where the sessions of the cache stand."""
-        ...
-
-    @property
-    def ingest(self) -> Sized:
-        """`ingest` has the arrivals that hold slots and are not in the cache yet, or not again."""
         ...
 
     def begin(
