@@ -6,7 +6,7 @@ Data only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sized
 from collections.abc import Sequence as Tokens
 from enum import StrEnum
 from typing import Protocol
@@ -32,7 +32,16 @@ class SessionPositions(Protocol):
         ...
 
 
-class CachePort(Protocol):
+class ArrivalsPort(Protocol):
+    """An `ArrivalsPort` tells for how much state that comes slots are reserved."""
+
+    @property
+    def ingest(self) -> Sized:
+        """`ingest` has the arrivals whose slots are not the cache's yet, or not again."""
+        ...
+
+
+class CachePort(ArrivalsPort, Protocol):
     """A `CachePort` is what the scheduler needs of `cache.HeteroCache` (docs/design/001)."""
 
     @property

@@ -1,0 +1,55 @@
+"""Seeded schedules of sessions that move between workers, under a clock of their own: one may
+write, versions never go back, no session is lost, and nothing is left of a move that has ended.
+tests/support/node/schedules/moving_world.py says what happens in them, and what must hold.
+
+Two hundred here; more, or a range, by hand:
+
+    python -m tests.node.test_move_schedules 0 100000
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.support.node.move_mutations import MUTATIONS, Mutation, first_caught, likely_first
+from tests.support.node.schedules.moving_world import play
+from tests.support.ranges import play_range
+
+pytestmark = pytest.mark.slow
+
+CAUGHT_WITHIN = 100
+
+
+@pytest.mark.parametrize("first", range(0, 200, 10))
+def test_schedules(first: int) -> None:
+    for seed in range(first, first + 10):
+        play(seed)
+
+
+def test_a_schedule_is_the_same_each_time() -> None:
+    assert play(7) == play(7)
+
+
+def test_schedules_are_no_idle_talk() -> None:
+    """Sessions move, at gateways' word and by hand, and stay for each reason; all goes wrong that
+    may."""
+    counts = sum((play(seed) for seed in range(16)), Counter[str]())
+    assert counts["answered by its owner"] > 50 and counts["answered by a guest"] > 50, counts
+    assert counts["take taken"] > 20 and counts["installed"] > 10, counts
+    assert counts["move taken"] > 5 and counts["sessions to leave"] > 5, counts
+    for end in ("no_answer", "not_brought", "not_owner", "session_is_moving", "stale_epoch"):
+        assert counts[f"take {end}"], counts
+    for fault in ("frozen", "killed", "left", "apart", "gateways killed", "directories"):
+        assert counts[fault], counts
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.name)
+def test_a_missing_check_is_noticed(mutation: Mutation) -> None:
+    assert first_caught(mutation, likely_first(mutation, CAUGHT_WITHIN)) is not None
+
+
+if __name__ == "__main__":
+    sys.exit(play_range(play, int(sys.argv[1]), int(sys.argv[2])))
