@@ -150,9 +150,10 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.integers(1, 16))
     def somebody_runs_on(self, blocks: int) -> None:
-        """A turn that is not the node's holds blocks, as one does that was let on long ago."""
+        """A turn that is not the node's holds blocks, as one does that was let on long ago. An
+        engine lets no more on than it has state blocks: the next that starts has one."""
         cache, turn_id = self.driver.cache, TurnId(f"r{len(self.running)}-{self.driver.now}")
-        if turn_id in self.running or not cache.occupancy.states.free:
+        if turn_id in self.running or cache.occupancy.states.free < 2:
             return
         turn = Turn(turn_id, None, pack(range(90_000, 90_000 + blocks * B)))
         if not isinstance(cache.begin(turn, self.driver.now), Begun):
