@@ -59,10 +59,10 @@ def test_what_was_put_away_is_found_and_read(road: str, tier: str, tmp_path: Pat
         size = SECTIONS["dense"].unit_bytes
         assert isinstance(part, ReadHit)
         assert bytes(part.parts[0].data) == before[PeerRecord("dense", 0, 4)][size : 3 * size]
-        counts = far.transfers.counts()
-        assert counts.brings == {"brought": 2} and set(counts.brought_bytes) == {road}
+        until(lambda: far.transfers.counts().brings == {"brought": 2}, what="both are counted")
+        assert set(far.transfers.counts().brought_bytes) == {road}
         until(lambda: near.used_bytes == 0, within_s=60, what="room is back")
-        assert near.transfers.counts().lends == {"returned": 2}
+        until(lambda: near.transfers.counts().lends == {"returned": 2}, what="both are back")
     finally:
         far.close()
         near.close()
@@ -108,7 +108,7 @@ def test_a_record_that_went_meanwhile_is_a_miss(near: StoringNode, far: Node) ->
     near.tiers.remove([offered[1].id])
     read = far.transfers.peers.read(offered)
     assert isinstance(read, ReadMiss) and read.reason is MissReason.ABSENT
-    assert far.transfers.counts().brings == {"short": 1}
+    until(lambda: far.transfers.counts().brings == {"short": 1}, what="it is counted")
     until(lambda: near.used_bytes == 0, within_s=60, what="room is back")
     assert near.transfers.counts().failed_stagings == 1
     other = Node("other")
@@ -126,7 +126,7 @@ def test_who_has_no_room_for_it_says_so(far: Node) -> None:
         prefix = wanted(near.address)
         read = far.transfers.peers.read(cells(prefix, far.transfers.peers.look(prefix)))
         assert isinstance(read, ReadMiss)
-        assert near.transfers.counts().lends == {"no_room": 1}
+        until(lambda: near.transfers.counts().lends == {"no_room": 1}, what="it is counted")
         assert near.used_bytes == 0
     finally:
         near.close()

@@ -57,7 +57,7 @@ class Moves:
         self._turns = turns
         self._state = turns.state
         self._leaving: dict[Worker, _Leaving] = {}
-        self._tasks: set[asyncio.Task[Said | str]] = set()
+        self._tasks: dict[asyncio.Task[Said | str], None] = {}
 
     async def run(self) -> None:
         """Look for sessions that are to leave, until cancelled; what is under way is then called
@@ -72,8 +72,8 @@ class Moves:
                 task.cancel()
 
     def _look(self) -> None:
-        drained = {one for one in self._state.fleet if one.is_drained and _lends(one)}
-        for worker in self._leaving.keys() - drained:
+        drained = [one for one in self._state.fleet if one.is_drained and _lends(one)]
+        for worker in [one for one in self._leaving if one not in drained]:
             if not self._leaving[worker].under_way:
                 del self._leaving[worker]
         for worker in drained:
@@ -140,10 +140,10 @@ class Moves:
         self, work: Coroutine[None, None, Said | str], ended: Callable[[Said | str], None]
     ) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = None
 
         def over(done: asyncio.Task[Said | str]) -> None:
-            self._tasks.discard(done)
+            self._tasks.pop(done, None)
             ended("called_off" if done.cancelled() else done.result())
 
         task.add_done_callback(over)

@@ -1,6 +1,6 @@
 """A gateway of a schedule: turns are sent where the router says, and sessions are ordered to move.
 
-real   `RouterState`, `Moves`, `Releasing`, the lines to workers, workers' names
+real   `RouterState`, `GapMoves`, `Moves`, `Releasing`, the lines to workers, workers' names
 not    HTTP: a turn and its answer are calls; probes; whom it asks for places (nobody)
 """
 
@@ -22,6 +22,7 @@ from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.rpc import Reject, SessionTaken, Take
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.ownership import OwnerIs
+from ownerserve.router.gap_moves import GapMoves
 from ownerserve.router.messages import (
     Aborted,
     Arm,
@@ -91,6 +92,7 @@ class Gateway:
         self.lines = WorkerLines(key=cast(FleetKey, self))  # they say by it whose they are
         self.worker_names = WorkerNames()
         self.releasing = Releasing(self.lines, self.worker_names, tell=self.told)
+        self.gap_moves = GapMoves(self.state, lambda _: Arm.MAIN)
         self.moves = Moves(cast(Turns, self))
         self.drained: set[WorkerId] = set()
         self.ordered: set[asyncio.Task[None]] = set()
