@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
+from ownerserve.directory.valkey import directory as valkey
 from ownerserve.directory.valkey.directory import ValkeyDirectory, ValkeyOptions
 from ownerserve.directory.valkey.source import parse_source
 from ownerserve.kv.clock import ManualClock
@@ -26,18 +26,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running.stop()
 
 
+AHEAD_US = "test:ahead_us"
+"""A key of the real server: how far ahead the directory takes its clock to be."""
+
+
 @pytest.fixture(params=["embedded", "valkey"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     if request.param == "embedded":
         clock = ManualClock(1000.0)
         embedded = EmbeddedDirectory(clock, TermFile(), lease_s=LEASE_S, opens_in_s=0.0)
         yield World(embedded, clock.advance)
         return
     server: Server = request.getfixturevalue("server")
-    server.client().flushall()
-    options = ValkeyOptions(lease_s=LEASE_S)
-    shared = ValkeyDirectory(parse_source(server.url), options)
+    client = server.client()
+    client.flushall()
+    reads_clock = "local now = "
+    assert valkey.BEGIN.count(reads_clock) == 1
+    ahead = f"{reads_clock}tonumber(redis.call('GET', '{AHEAD_US}') or 0) + "
+    monkeypatch.setattr(valkey, "BEGIN", valkey.BEGIN.replace(reads_clock, ahead))
+    shared = ValkeyDirectory(parse_source(server.url), ValkeyOptions(lease_s=LEASE_S))
     shared.status()
-    server.client().hset("ownerserve:term", "open_us", "0")  # a new fleet: no lease of before
-    yield World(shared, time.sleep)
+    client.hset("ownerserve:term", "open_us", "0")  # a new fleet: no lease of before
+    yield World(shared, lambda for_s: client.incrby(AHEAD_US, int(for_s * 1e6)))
     shared.close()
+    client.close()
