@@ -26,6 +26,7 @@ from ownerserve.directory.messages import (
 )
 from ownerserve.directory.rpc.client import DirectoryClient
 from ownerserve.directory.terms import TermFile
+from ownerserve.gateway import asking
 from ownerserve.gateway.admin import admin_app
 from ownerserve.gateway.asking import FRAME_MAX
 from ownerserve.gateway.config import Config
@@ -39,6 +40,12 @@ from ownerserve.kv.wire.headers import TURN_HEADER, decode_turn_line
 from tests.support.gateway.world import Client, Play, World
 from tests.support.router.answer_lines import LIFE, said
 from tests.support.waits import WAIT_S
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turns wait for a directory that answers, however busy the machine is."""
+    monkeypatch.setattr(asking, "LOOK_UP_S", WAIT_S)
 
 
 async def admin(world: World, path: str) -> httpx.Response:
@@ -101,6 +108,7 @@ async def further(world: World, directory: Any, *, gateways: int) -> AsyncIterat
         yield [client for _, client in made]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_session_that_is_new_to_a_gateway_is_found_where_its_owner_is(play: Play) -> None:
     """Workers own, under names of their own; the gateway asks, and asks nothing else."""
 
@@ -129,6 +137,7 @@ def test_a_session_that_is_new_to_a_gateway_is_found_where_its_owner_is(play: Pl
     play(scenario, engines=3)
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_owner_is_asked_for_again_when_the_worker_is_lost(play: Play) -> None:
     async def scenario(world: World) -> None:
         for number, engine in enumerate(world.engines):
@@ -212,6 +221,7 @@ class Slow(Asked):
         return super().execute(requests)
 
 
+@pytest.mark.usefixtures("patient")
 def test_sessions_that_come_at_once_share_frames(play: Play) -> None:
     """200 new ones: one after another they would wait for 200 frames."""
 
@@ -255,7 +265,7 @@ class Silent(Asked):
 
 
 def test_one_turn_waits_for_a_silent_directory_and_none_until_it_answers_again(
-    play: Play,
+    play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what is counted, not by a clock: each later turn asks, and goes on before it is heard."""
 
@@ -282,6 +292,7 @@ def test_one_turn_waits_for_a_silent_directory_and_none_until_it_answers_again(
                 await turn(name)
                 assert (finder.answers["too_slow"], finder.answers["not_awaited"]) == (1, number)
             await until(lambda: silent.frames == 4)  # in another thread, and a turn waits for none
+            monkeypatch.setattr(asking, "LOOK_UP_S", WAIT_S)  # in time, however busy the machine is
             silent.is_silent = False
             silent.frame_ends.release()
             await until(lambda: finder.answers["unreachable"] == 4)
