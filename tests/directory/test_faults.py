@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.directory.fault_run import main, run
 from tests.support.directory.fault_world import World, play
-from tests.support.directory.mutations import MUTATIONS, Mutation, first_caught, likely_first
+from tests.support.directory.mutations import REMOVALS, SCHEDULES
+from tests.support.removals import Removal
 
 pytestmark = pytest.mark.slow
 
@@ -74,9 +75,9 @@ def test_a_run_is_the_same_on_any_number_of_processes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.name)
-def test_a_missing_check_is_noticed(mutation: Mutation) -> None:
-    assert first_caught(mutation, likely_first(mutation, CAUGHT_WITHIN)) is not None
+@pytest.mark.parametrize("removal", REMOVALS, ids=lambda one: one.name)
+def test_a_missing_check_is_noticed(removal: Removal) -> None:
+    assert SCHEDULES.noticed(removal, CAUGHT_WITHIN) is not None
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ from collections import Counter
 
 import pytest
 
-from tests.support.node.move_mutations import MUTATIONS, Mutation, first_caught, likely_first
+from tests.support.node.move_mutations import REMOVALS, SCHEDULES
 from tests.support.node.schedules.moving_world import play
 from tests.support.ranges import play_range
+from tests.support.removals import Removal
 
 pytestmark = pytest.mark.slow
 
@@ -46,9 +47,9 @@ def test_schedules_are_no_idle_talk() -> None:
         assert counts[fault], counts
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.name)
-def test_a_missing_check_is_noticed(mutation: Mutation) -> None:
-    assert first_caught(mutation, likely_first(mutation, CAUGHT_WITHIN)) is not None
+@pytest.mark.parametrize("removal", REMOVALS, ids=lambda one: one.name)
+def test_a_missing_check_is_noticed(removal: Removal) -> None:
+    assert SCHEDULES.noticed(removal, CAUGHT_WITHIN) is not None
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ owner names another version (`test_transfer_is_compare_and_set`).
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from collections.abc import Callable
+from typing import Any
 
 from ownerserve.cache.ingest import Ingest
 from ownerserve.directory.decisions import checks
 from ownerserve.directory.messages import Outcome
 from ownerserve.directory.owner.doors import Doors, GuardedOwner, RecentSessions
 from ownerserve.directory.owner.state import Ask, OwnerState
-from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import RoutingUnit, Term
 from ownerserve.kv.prefix import HashedPrefix, Packed
@@ -39,22 +35,11 @@ from ownerserve.router.fleet import Candidates, Fleet
 from ownerserve.router.worker import Worker
 from tests.support.directory import fault_world
 from tests.support.directory.fault_world import World, play
-
-
-def yes(*_: object) -> bool:
-    return True
-
-
-def no(*_: object) -> bool:
-    return False
+from tests.support.removals import Instead, Schedules, no, nothing, without, yes
 
 
 def from_receipt(owner: OwnerState, _ask: Ask, lease_s: float, now_s: float) -> float:
     return now_s + lease_s
-
-
-def nothing(*_: object) -> None:
-    return None
 
 
 def any_life(known: Fleet, unit: RoutingUnit) -> Worker | None:
@@ -142,26 +127,7 @@ def unasked(*_: Any) -> bool:
 hashed, held = Chains.hashed, sources.stored_records
 
 
-class Instead(NamedTuple):
-    """Check `name` of `where`, replaced."""
-
-    where: Any
-    name: str
-    by: Callable[..., Any]
-
-
-class Mutation(NamedTuple):
-    """What is missing at the same time: one check, or all that back one another up."""
-
-    name: str
-    missing: tuple[Instead, ...]
-
-
-def without(*missing: Instead) -> Mutation:
-    return Mutation(" + ".join(one.name for one in missing), missing)
-
-
-MUTATIONS = (
+REMOVALS = (
     without(Instead(checks, "incarnation_advances", yes)),
     without(Instead(checks, "is_current", yes)),
     without(Instead(checks, "owner_lives", no)),
@@ -222,39 +188,12 @@ MUTATIONS = (
 )
 
 
-class Caught(NamedTuple):
-    """The schedule that missed the check, and what went wrong in it."""
-
-    seed: int
-    problem: str
-
-
 LATE = {"may_adopt": 271, "owns": 134, "_lease_end": 254, "_carry": 105}
 """Removals that the first hundreds of schedules do not miss, and a schedule that did."""
 
-
-def likely_first(mutation: Mutation, seeds: int) -> Iterator[int]:
-    """`seeds` schedules, the one that is known to miss the check before the others."""
-    yield from (LATE[name] for _, name, _ in mutation.missing if name in LATE)
-    yield from range(seeds)
-
-
-def first_caught(mutation: Mutation, seeds: Iterable[int]) -> Caught | None:
-    """The first of `seeds` on which the missing check shows; None when it never does."""
-    with ExitStack() as patched:
-        for where, name, by in mutation.missing:
-            patched.enter_context(patch.object(where, name, by))
-        ask = remembered(OwnerState._ask)
-        patched.enter_context(patch.object(OwnerState, "_ask", ask))
-        for seed in seeds:
-            try:
-                play(seed)
-            except (AssertionError, OwnerServeError, LookupError) as error:
-                return Caught(seed, str(error))
-    return None
-
+SCHEDULES = Schedules(
+    play, LATE, beside=(Instead(OwnerState, "_ask", remembered(OwnerState._ask)),)
+)
 
 if __name__ == "__main__":
-    limit = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    for one in MUTATIONS:
-        print(f"{one.name}: {first_caught(one, range(limit))}", flush=True)
+    SCHEDULES.tell(REMOVALS, otherwise=1000)

@@ -9,12 +9,6 @@ schedules miss; a word that is done again when it is repeated (engines/hf/test_m
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any, NamedTuple
-from unittest.mock import patch
-
 from ownerserve.directory.owner.state import OwnerState
 from ownerserve.kv.wire.rpc import HandOver, Reject
 from ownerserve.node.ownership.ownership import MoveTold, Ownership
@@ -22,27 +16,7 @@ from ownerserve.node.runtime.comings import Comings
 from ownerserve.node.transfers.moves import LeavingSessions, Takes
 from tests.support.node.schedules.moving_node import MovingNode
 from tests.support.node.schedules.moving_world import play
-from tests.support.ranges import VIOLATIONS
-
-
-def yes(*_: object) -> bool:
-    return True
-
-
-def no(*_: object) -> bool:
-    return False
-
-
-def nothing(*_: object, **__: object) -> None:
-    return None
-
-
-def nobody(*_: object) -> list[object]:
-    return []
-
-
-def from_receipt(owner: OwnerState, _ask: object, lease_s: float, now_s: float) -> float:
-    return now_s + lease_s
+from tests.support.removals import Instead, Schedules, no, nothing, without
 
 
 def any_version(owner: Ownership, asked: HandOver, told: MoveTold) -> Reject | None:
@@ -55,26 +29,7 @@ def any_version(owner: Ownership, asked: HandOver, told: MoveTold) -> Reject | N
 hand_over = Ownership.hand_over
 
 
-class Instead(NamedTuple):
-    """Check `name` of `where`, replaced."""
-
-    where: Any
-    name: str
-    by: Callable[..., Any]
-
-
-class Mutation(NamedTuple):
-    """What is missing at the same time."""
-
-    name: str
-    missing: tuple[Instead, ...]
-
-
-def without(*missing: Instead) -> Mutation:
-    return Mutation(" + ".join(one.name for one in missing), missing)
-
-
-MUTATIONS = (
+REMOVALS = (
     # The source's
     without(Instead(MovingNode, "is_live", no)),
     without(Instead(Ownership, "hand_over", any_version)),
@@ -87,13 +42,6 @@ MUTATIONS = (
 )
 
 
-class Caught(NamedTuple):
-    """The schedule that missed the check, and what went wrong in it."""
-
-    seed: int
-    problem: str
-
-
 FIRST = {
     "is_live": 1,
     "hand_over": 1,
@@ -103,30 +51,9 @@ FIRST = {
     "_install": 1,
     "ended": 0,
 }
-"""Schedules that are known to miss a removal: they are played before the others."""
+"""Schedules that are known to miss a removal."""
 
-
-def likely_first(mutation: Mutation, seeds: int) -> Iterator[int]:
-    """`seeds` schedules, the one that is known to miss the check before the others."""
-    if mutation.name in FIRST:
-        yield FIRST[mutation.name]
-    yield from range(seeds)
-
-
-def first_caught(mutation: Mutation, seeds: Iterable[int]) -> Caught | None:
-    """The first of `seeds` on which the missing check shows; None when it never does."""
-    with ExitStack() as patched:
-        for where, name, by in mutation.missing:
-            patched.enter_context(patch.object(where, name, by))
-        for seed in seeds:
-            try:
-                play(seed)
-            except VIOLATIONS as error:
-                return Caught(seed, str(error))
-    return None
-
+SCHEDULES = Schedules(play, FIRST)
 
 if __name__ == "__main__":
-    limit = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    for one in MUTATIONS:
-        print(f"{one.name}: {first_caught(one, range(limit))}", flush=True)
+    SCHEDULES.tell(REMOVALS, otherwise=100)

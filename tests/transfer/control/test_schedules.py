@@ -14,13 +14,8 @@ from collections import Counter
 import pytest
 
 from tests.support.ranges import play_range
-from tests.support.transfer_control.mutations import (
-    MUTATIONS,
-    Instead,
-    first_caught,
-    likely_first,
-    name_of,
-)
+from tests.support.removals import Removal
+from tests.support.transfer_control.mutations import REMOVALS, SCHEDULES
 from tests.support.transfer_control.world import play
 
 CAUGHT_WITHIN = 2000
@@ -47,9 +42,9 @@ def test_schedules_are_no_idle_talk() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
-def test_a_missing_check_is_noticed(mutation: Instead) -> None:
-    assert first_caught(mutation, likely_first(mutation, CAUGHT_WITHIN)) is not None
+@pytest.mark.parametrize("removal", REMOVALS, ids=lambda one: one.name)
+def test_a_missing_check_is_noticed(removal: Removal) -> None:
+    assert SCHEDULES.noticed(removal, CAUGHT_WITHIN) is not None
 
 
 def counted(seed: int) -> Counter[str]:

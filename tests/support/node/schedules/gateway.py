@@ -95,8 +95,9 @@ class Gateway:
         self.gap_moves = GapMoves(self.state, lambda _: Arm.MAIN)
         self.moves = Moves(cast(Turns, self))
         self.drained: set[WorkerId] = set()
-        self.ordered: set[asyncio.Task[None]] = set()
-        """Moves that were ordered by hand, and are not over."""
+        self.ordered: dict[asyncio.Task[None], None] = {}
+        """Moves that were ordered by hand and are not over: in their order, which is none in a
+        set."""
         self._calls: dict[Receipt, Call] = {}
         self._silent: dict[WorkerId, int] = {}
         self._seen: Epoch | None = None
@@ -293,8 +294,8 @@ class Gateway:
                     self.told(Claimed(session, unit, said.epoch, said.version))
 
         task = self.world.loop.create_task(move(workers[0].unit))
-        self.ordered.add(task)
-        task.add_done_callback(self.ordered.discard)
+        self.ordered[task] = None
+        task.add_done_callback(self.ordered.pop)
 
     def call_off(self) -> None:
         """Order no more what was ordered last."""

@@ -67,7 +67,7 @@ class MovingNode(SimNode):
         self._comings = Comings(self.handle)
         self._leaving = LeavingSessions(self.cache, self, self.between)
         self.takes = Takes(self.unit, self.cache, self, node=self._comings, on_engine=self.between)
-        self._taking: set[Future[RpcAnswer]] = set()
+        self._taking: dict[Future[RpcAnswer], None] = {}
         self.ownership.start()
 
     def boot_time_s(self) -> float:
@@ -157,8 +157,8 @@ class MovingNode(SimNode):
             case Take():
                 taking = self.takes.take(request, self)
                 done = asyncio.run_coroutine_threadsafe(taking, self.world.loop)
-                self._taking.add(done)
-                done.add_done_callback(self._taking.discard)
+                self._taking[done] = None
+                done.add_done_callback(self._taking.pop)
                 return done
             case ReleaseSession():
                 return self.between(partial(self._release, request))

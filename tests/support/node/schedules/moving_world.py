@@ -34,8 +34,9 @@ from tests.support.node.schedules.moving_node import MovingNode
 from tests.support.node.schedules.network import SimLine
 from tests.support.node.schedules.node import SimNode
 from tests.support.node.schedules.owning import LEASE_S, SimDirectory, of_owning
-from tests.support.node.schedules.schedule import ANSWER, Instead, Schedule, play_one
+from tests.support.node.schedules.schedule import ANSWER, Schedule, play_one
 from tests.support.node.toy import cold
+from tests.support.removals import Instead
 
 HEAL_S = 12.0
 ACTIONS = 60

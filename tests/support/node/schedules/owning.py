@@ -30,7 +30,7 @@ from tests.support.node.schedules.clock import (
     running_for,
     waited,
 )
-from tests.support.node.schedules.schedule import Instead
+from tests.support.removals import Instead
 
 if TYPE_CHECKING:
     from tests.support.node.schedules.moving_node import MovingNode

@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from ownerserve.kv.ids import TurnId
@@ -30,20 +30,13 @@ from tests.support.node.schedules.network import Network, SimLine
 from tests.support.node.schedules.node import SimNode
 from tests.support.node.schedules.service import FiberFuture, SimExecutor
 from tests.support.node.toy import VOCABULARY
+from tests.support.removals import Instead
 
 ANSWER = 3
 
 
 class Violation(AssertionError):
     """Something that must hold does not."""
-
-
-class Instead(NamedTuple):
-    """What stands for a module's own while a schedule is played."""
-
-    module: Any
-    name: str
-    by: Any
 
 
 class Schedule:
