@@ -31,6 +31,8 @@ from ownerserve.kv.wire.rpc import (
     new_nonce,
 )
 from ownerserve.node.rpc.server import RpcClient
+from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
+from ownerserve.node.transfers import turn_lends
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.prefills import (
     UNASKED_S,
@@ -44,7 +46,17 @@ from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, ReadOut
 from ownerserve.transfer.control.events import LendNotOpened, LendOpened, OpenLend
 from ownerserve.transfer.control.messages import Lend, LendRefusal, ReaderRank
 from ownerserve.transfer.vocabulary import FramePiece
-from tests.support.node.lending_nodes import LAYERS, NAMES, PROMPT, B, Node, cells, wanted
+from tests.support.node.lending_nodes import (
+    AGENT,
+    LAYERS,
+    NAMES,
+    PROMPT,
+    SECTIONS,
+    B,
+    Node,
+    cells,
+    wanted,
+)
 from tests.support.waits import until
 
 BLOCKS = (len(PROMPT) - 1) // B
@@ -58,9 +70,12 @@ class SteppedEngine:
         self.node = node
         self.prompts: dict[TurnId, OrderedPrompt] = {}
         self.aborted: list[TurnId] = []
+        self.watched: dict[TurnId, LayersTold] = {}
         self.refusal: WorkerRefusal | None = None
         self.wait_ms, self.token_ms = 0.0, 0.01
-        self.prefills: Prefills = node.transfers.compute_for_others(node.cache, NAMES, self)
+        self.prefills: Prefills = node.transfers.compute_for_others(
+            node.cache, NAMES, self, layers=self
+        )
 
     def begin_prefill(self, ordered: OrderedPrompt) -> TurnId | WorkerRefusal:
         if self.refusal is not None:
@@ -73,6 +88,12 @@ class SteppedEngine:
         self.aborted.append(turn_id)
         if turn_id in self.node.cache.running:
             self.node.cache.abort(turn_id, 0.0)
+
+    def watch_layers(self, turn_id: TurnId, told: LayersTold) -> None:
+        self.watched[turn_id] = told
+
+    def unwatch_layers(self, turn_id: TurnId) -> None:
+        self.watched.pop(turn_id, None)
 
     def prefill_ms(self, tokens: int, known: int) -> PrefillTimes:
         return PrefillTimes(self.wait_ms, self.token_ms * tokens)
@@ -108,6 +129,11 @@ class SteppedEngine:
                 self.prefills.over(self.turn_id)
 
         self.node.between(play).result()
+
+    def layers(self, count: int, *, end: int) -> None:
+        """Amid a step that computes blocks up to `end`: so many layers are done."""
+        done = LayerProgress(0, end * B, {"dense": count})
+        self.node.between(lambda: self.watched[self.turn_id](done)).result()
 
     def preempt(self) -> None:
         """The turn gives its room to another, and waits."""
@@ -176,6 +202,69 @@ def test_a_prompt_is_read_as_it_is_computed(
     assert not p.aborted and not len(p.node.cache.lends)
     counts = d.transfers.counts()
     assert counts.orders == {"accepted": 1} and counts.ordered_bytes["early"] > 0
+
+
+def test_a_layer_is_read_while_its_step_goes_on(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_lends, "PIECE_BYTES", 1)
+    prefix = ordered(p.node.address)
+    reading = read_in(threads, d, prefix)
+    p.begin()
+    is_lent(p)
+    p.layers(1, end=5)
+    until(lambda: d.transfers.counts().read_bytes > 0, within_s=60, what="a layer is read")
+    p.layers(2, end=5)  # the last one comes with the step
+    p.step(0, 5)
+    for count in range(1, LAYERS + 1):
+        p.layers(count, end=BLOCKS)
+    p.step(5, BLOCKS)
+    assert_all(p, prefix, reading.result(60), d)
+    layer = SECTIONS["dense"].unit_bytes // LAYERS
+    told = p.node.transfers.counts().told_bytes
+    assert told == {
+        "layer": (5 * 2 + 5 * 3) * layer,
+        "step": 5 * layer + SECTIONS["swa"].unit_bytes,
+    }
+    assert not p.watched
+
+
+def test_layers_that_are_worth_no_piece_come_with_their_step(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    prefix = ordered(p.node.address)
+    reading = read_in(threads, d, prefix)
+    p.begin()
+    is_lent(p)
+    p.layers(LAYERS, end=BLOCKS)
+    p.step(0, BLOCKS)
+    assert_all(p, prefix, reading.result(60), d)
+    assert set(p.node.transfers.counts().told_bytes) == {"step"}
+
+
+def test_what_a_step_told_is_the_turns_own_though_the_tree_has_anothers_by_its_end(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a layer told before and one told after would be of two computations."""
+    monkeypatch.setattr(turn_lends, "PIECE_BYTES", 1)
+    prefix = ordered(p.node.address)
+    reading = read_in(threads, d, prefix)
+    p.begin()
+    is_lent(p)
+    (ticket,) = p.node.cache.lends
+    own = p.node.cache.lends.places.blocks_of(ticket.number, 0, BLOCKS)
+    assert len(own) == BLOCKS
+    p.layers(2, end=BLOCKS)
+    p.node.turn(AGENT, PROMPT)  # into other blocks
+    p.step(0, BLOCKS)
+    outcome = reading.result(60)
+    assert isinstance(outcome, ReadHit), d.transfers.counts()
+    size, memory = SECTIONS["dense"].unit_bytes, p.node.memory["dense"]
+    for part in outcome.parts:
+        record = prefix.records[part.meta.id]
+        if record.first < record.end:
+            slots = own[record.first : record.end]
+            assert bytes(part.data) == b"".join(memory[n * size : (n + 1) * size] for n in slots)
 
 
 def test_on_one_host_a_prompt_is_read_by_address_as_it_is_computed(

@@ -25,4 +25,5 @@ def test_aborts_at_random_points_leave_nothing_and_cost_no_answer() -> None:
     assert came.answered["cold_prefill"] > 50, "and without"
     ends = came.counts["prefills"]
     assert ends["read"] and ends["called_off"] and ends["left"], came.counts
+    assert came.counts["told"]["layer"], came.counts
     assert came.counts["brings"]["stopped"] and came.counts["brings"]["short"], came.counts

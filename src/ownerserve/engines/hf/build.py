@@ -153,7 +153,8 @@ def build_worker(options: WorkerOptions) -> HfWorker:
             metrics.registry.register(RemoteCollector(counts))
         if transfers is not None:
             transfers.move_sessions(cache, steps, restoring.comings)
-            steps.serve_peers(transfers.compute_for_others(cache, node.state.names, steps))
+            names, port = node.state.names, HfPort(runner)
+            steps.serve_peers(transfers.compute_for_others(cache, names, steps, layers=port))
     if options.directory is not None:
         scope = node.state.names.identity if node else identity_of(checkpoint, runner)
         ownership = Ownership(

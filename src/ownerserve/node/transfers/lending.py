@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.ids import PrefixHash, SessionId
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.regions import Region
@@ -187,6 +188,12 @@ class Lending:
         """Return where an artifact lies that has those blocks."""
         return LentArtifact(self._places_now()[component], blocks)
 
+    def layer_bytes(self, component: str) -> int:
+        """Count the bytes of one layer of a block of the component, over all heads; 0: it lies
+        nowhere that can be lent."""
+        places = self._places_now().get(component)
+        return 0 if places is None else _layer_bytes(places.region.section)
+
     # -- on any thread -------------------------------------------------------------------------
 
     def runs(self, ticket: int, piece: FramePiece) -> Runs | None:
@@ -325,7 +332,10 @@ def memory_of(
 
 def piece_bytes(piece: FramePiece, artifact: LentArtifact) -> int:
     """Count the bytes of a piece, over all heads."""
-    parts = artifact.places.region.section.parts
-    layer_bytes = sum(part.payload_bytes // part.shape[0] for part in parts)
     units = piece.end_unit - piece.first_unit
-    return units * (piece.end_layer - piece.first_layer) * layer_bytes
+    layers = piece.end_layer - piece.first_layer
+    return units * layers * _layer_bytes(artifact.places.region.section)
+
+
+def _layer_bytes(section: PayloadSection) -> int:
+    return sum(part.payload_bytes // part.shape[0] for part in section.parts)

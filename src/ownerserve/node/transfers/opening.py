@@ -51,7 +51,7 @@ from ownerserve.node.transfers.stored_lends import (
 )
 from ownerserve.node.transfers.suspending import Suspensions
 from ownerserve.node.transfers.target_side import TargetSide
-from ownerserve.node.transfers.turn_lends import TurnLends
+from ownerserve.node.transfers.turn_lends import LayersWatched, TurnLends
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.transfer.control.events import SourceEvent
@@ -132,6 +132,7 @@ class TransferCounts(msgspec.Struct, frozen=True):
     orders: dict[str, int]
     ordered_bytes: dict[str, int]
     prefills: dict[str, int]
+    told_bytes: dict[str, int]
     moves: dict[tuple[str, str], int]
     """By `came` and `went`, and how each ended."""
     connections: int
@@ -194,13 +195,20 @@ class NodeTransfers:
         self._is_started = False
 
     def compute_for_others(
-        self, cache: HeteroCache, names: RecordNames, engine: PrefillEngine
+        self,
+        cache: HeteroCache,
+        names: RecordNames,
+        engine: PrefillEngine,
+        *,
+        layers: LayersWatched,
     ) -> Prefills:
-        """Compute prompts for peers too, by `engine`, and lend them as they come; call it before
-        `start`."""
+        """Compute prompts for peers too, by `engine`, and lend them as they come, after each of the
+        `layers` that it tells; call it before `start`."""
         lending = self._lenders.device
         assert lending is not None, "what is computed is on the device"
-        lending.turns = turns = TurnLends(lending, cache, names, tell=self._tell_source)
+        lending.turns = turns = TurnLends(
+            lending, cache, names, tell=self._tell_source, layers=layers
+        )
         self.prefills = prefills = Prefills(cache, turns, engine)
         lending.ended = prefills.lend_ended
         return prefills
@@ -302,6 +310,7 @@ class NodeTransfers:
             orders=dict(peers.orders.counts),
             ordered_bytes=dict(peers.ordered_bytes),
             prefills={} if self.prefills is None else dict(self.prefills.counts),
+            told_bytes={} if self.prefills is None else dict(self.prefills.told_bytes),
             moves=self._moves(),
             connections=self._server.connections,
             arena=None if arena is None else arena.numbers(time.monotonic()),

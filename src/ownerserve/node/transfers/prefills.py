@@ -90,10 +90,11 @@ class NoPrefills:
 
 class Prefills:
     """`Prefills` owns the prompts that its engine computes for others. `counts` says what came of
-    them: metric labels."""
+    them, `told_bytes` how much was told after a layer, and after a step: metric labels."""
 
     def __init__(self, cache: HeteroCache, turns: TurnLends, engine: PrefillEngine) -> None:
         self.counts: Counter[str] = Counter()
+        self.told_bytes = turns.told_bytes
         self._turns = turns
         self._engine = engine
         self._cache = cache

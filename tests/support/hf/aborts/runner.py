@@ -14,6 +14,7 @@ from ownerserve.kv.ids import TurnId
 from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 from ownerserve.plan.inputs import HF, Abilities
 from tests.support.hf.aborts.traps import Traps
+from tests.support.node.lending_nodes import LAYERS
 from tests.support.node.toy import VOCABULARY
 from tests.support.node.toy_memory import ToyMemory
 
@@ -21,7 +22,8 @@ SLOWEST_S = 0.002
 
 
 class ToyRunner(ToyMemory):
-    """A `RunnerPort` and an `EnginePort`. Each forward takes a drawn time."""
+    """A `RunnerPort` and an `EnginePort`. Each forward takes a drawn time, and behind it each layer
+    that is told."""
 
     def __init__(self, slots: int, seed: int, traps: Traps) -> None:
         super().__init__(slots)
@@ -29,6 +31,7 @@ class ToyRunner(ToyMemory):
         self.device = torch.device("cpu")
         self.vocab_size = VOCABULARY
         self._draw = random.Random(seed)
+        self._told: dict[TurnId, LayersTold] = {}
 
     def prefill(
         self,
@@ -42,7 +45,12 @@ class ToyRunner(ToyMemory):
         if turn_id.startswith("prefill-"):
             self._traps.computing(start)
         time.sleep(self._draw.random() * SLOWEST_S)
-        return torch.from_numpy(self.compute(table, tokens, start, write_floor=write_floor))[None]
+        logits = self.compute(table, tokens, start, write_floor=write_floor)
+        if (told := self._told.get(turn_id)) is not None:
+            for layers in range(1, LAYERS + 1):
+                told(LayerProgress(start, start + len(tokens), {"dense": layers}))
+                time.sleep(self._draw.random() * SLOWEST_S)
+        return torch.from_numpy(logits)[None]
 
     def decode(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
         logits = (self.compute(row.table, [row.token], row.position) for row in rows)
@@ -52,9 +60,11 @@ class ToyRunner(ToyMemory):
     def abilities(self) -> Abilities:
         return HF
 
-    def watch_layers(self, turn_id: TurnId, told: LayersTold) -> None: ...
+    def watch_layers(self, turn_id: TurnId, told: LayersTold) -> None:
+        self._told[turn_id] = told
 
-    def unwatch_layers(self, turn_id: TurnId) -> None: ...
+    def unwatch_layers(self, turn_id: TurnId) -> None:
+        self._told.pop(turn_id, None)
 
     def layers_done(self, turn_id: TurnId) -> LayerProgress | None:
         return None

@@ -50,6 +50,7 @@ from ownerserve.node.rpc.server import RpcClient, RpcServer
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.transfers import turn_lends
 from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
 from ownerserve.node.transfers.turn_lends import TurnLends
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -193,6 +194,7 @@ class ToyWorker:
     def __init__(self, setting: WorkerSetting, pipe: Connection) -> None:
         if setting.patience_s is not None:
             restores.ORDER_S = 0.0
+        turn_lends.PIECE_BYTES = 1  # each layer is worth a piece
         self.retired = RetiredMemory()
         self.retired.watch()
         assume_prices(msgspec.structs.replace(DEAR, prefill=Coefficients(5.0, setting.token_ms, 0)))
@@ -233,7 +235,9 @@ class ToyWorker:
             identity.unit, lending, SECTIONS, block_tokens=B, place=place
         )
         self.node.add_peers(self.transfers.peers)
-        self.prefills = self.transfers.compute_for_others(self.cache, NAMES, self.steps)
+        self.prefills = self.transfers.compute_for_others(
+            self.cache, NAMES, self.steps, layers=self.runner
+        )
         self.steps.serve_peers(self.prefills)
         self._lent = lending.turns
         self._answers: dict[str, TurnOver] = {}
@@ -326,6 +330,7 @@ class ToyWorker:
                 "brings": counts.brings,
                 "lends": counts.lends,
                 "orders": counts.orders,
+                "told": counts.told_bytes,
                 "prefills": counts.prefills,
                 "looks": counts.looks,
                 "preempted": {"": self.scheduler.counts.preemptions},

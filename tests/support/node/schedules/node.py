@@ -29,6 +29,7 @@ from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
+from ownerserve.node.runtime.engine_port import LayersTold
 from ownerserve.node.state import NodeState
 from ownerserve.node.transfers.lenders import Lenders
 from ownerserve.node.transfers.lending import Lending
@@ -157,10 +158,15 @@ class SimNode:
         self.peers = Peers(cast(TransferService, self.service), SECTIONS, B)
         if self.world.draw.random() < 0.7:
             self.peers.orders.own = self.address
-        turns = TurnLends(self.lending, self.cache, NAMES, tell=source.tell)
+        turns = TurnLends(self.lending, self.cache, NAMES, tell=source.tell, layers=self)
         self.turn_lends = self.lending.turns = turns
         self.prefills = Prefills(self.cache, turns, self)
         self.lending.ended = self.prefills.lend_ended
+
+    def watch_layers(self, turn_id: TurnId, told: LayersTold) -> None:
+        """Its engine tells steps alone."""
+
+    def unwatch_layers(self, turn_id: TurnId) -> None: ...
 
     @property
     def address(self) -> LenderAddress:

@@ -148,6 +148,13 @@ def _ordered(counts: TransferCounts) -> Iterator[Metric]:
         labels=["end"],
         values=counts.prefills,
     )
+    yield _counter(
+        "ownerserve_prefill_told_bytes",
+        "Bytes of prompts that this worker computes for others, by when who reads them is told:"
+        " after a layer, while the step goes on, or after a step.",
+        labels=["after"],
+        values=counts.told_bytes,
+    )
 
 
 def _counter(name: str, about: str, *, labels: list[str], values: Mapping[str, int]) -> Metric:
