@@ -31,8 +31,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.crash]
 
 FAMILIES = ("tiny-qwen3", "tiny-v4", "tiny-gemma3", "tiny-gptoss", "tiny-qwen3next")
 AGENT = SessionId("a" * 32)
-LAYER_TOKEN_BYTES = 256
-"""Of tiny-qwen3."""
 KEPT = ("--host-cache", "64MiB", "--dear")
 
 
@@ -86,16 +84,17 @@ def test_a_prompt_computed_elsewhere_comes_part_by_part(workers: Any) -> None:
     assert d.metric('ownerserve_brought_total{end="brought"}') == 1
 
 
-def test_layers_are_read_while_their_step_goes_on(workers: Any) -> None:
-    """Of steps as long as these a layer is worth a piece. The lend may come after the first."""
-    p = workers("p", "--kv-memory", "64MiB", "--chunk", "4800")
-    d = workers("d", "--kv-memory", "64MiB")
-    prompt = text(10_000, seed=4)
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen3next"])
+def test_layers_are_read_while_their_step_goes_on(model: str, workers: Any) -> None:
+    """What the lend has missed of the prompt's first steps comes as it stands, all else by layers;
+    points with the last step.
+    """
+    p, d = workers("p", "--model", model, "--layers"), workers("d", "--model", model)
+    prompt = text(3000, seed=4)
     answer = d.serve(prompt, AGENT, decode_from=address(p))
     assert answer["mode"] == "remote_prefill", d.http.get("/metrics").text
-    assert_cold("tiny-qwen3", prompt, answer)
-    told = 'ownerserve_prefill_told_bytes_total{after="layer"}'
-    assert p.metric(told) >= 2 * 4800 * LAYER_TOKEN_BYTES
+    assert_cold(model, prompt, answer)
+    assert p.metric('ownerserve_prefill_told_bytes_total{after="layer"}') > 0
 
 
 def test_whoever_stops_amid_a_prefill_costs_time_and_no_answer(workers: Any) -> None:

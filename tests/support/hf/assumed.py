@@ -4,6 +4,9 @@
     python -m tests.support.hf.assumed --dear worker ...   the same, and computing is dear: what can
                                                            be had from elsewhere is waited for
 
+    python -m tests.support.hf.assumed --layers worker ... the same as the first, and each layer of a
+                                                           prompt computed for a peer is told
+
 By its prices a worker keeps a session's state or does not, loads or computes. What busy cores
 measure differs tenfold from one minute to the next, and the cheapest way with it: a test that says
 which way is gone says at what prices.
@@ -18,6 +21,7 @@ import msgspec
 
 from ownerserve.node.runtime import node_runtime
 from ownerserve.node.runtime.node_runtime import Calibration
+from ownerserve.node.transfers import turn_lends
 from ownerserve.plan.cost.events import Observation
 from ownerserve.plan.cost.model import Defaults
 from ownerserve.plan.cost.prices import Coefficients
@@ -40,6 +44,9 @@ DEAR = msgspec.structs.replace(node_runtime.UNMEASURED, prefill=Coefficients(5.0
 if __name__ == "__main__":
     from ownerserve.cli.main import main
 
+    if "--layers" in sys.argv:
+        sys.argv.remove("--layers")
+        turn_lends.PIECE_BYTES = 1
     if "--dear" in sys.argv:
         sys.argv.remove("--dear")
         assume_prices(DEAR)

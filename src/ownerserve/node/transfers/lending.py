@@ -188,12 +188,6 @@ class Lending:
         """Return where an artifact lies that has those blocks."""
         return LentArtifact(self._places_now()[component], blocks)
 
-    def layer_bytes(self, component: str) -> int:
-        """Count the bytes of one layer of a block of the component, over all heads; 0: it lies
-        nowhere that can be lent."""
-        places = self._places_now().get(component)
-        return 0 if places is None else _layer_bytes(places.region.section)
-
     # -- on any thread -------------------------------------------------------------------------
 
     def runs(self, ticket: int, piece: FramePiece) -> Runs | None:
@@ -334,8 +328,9 @@ def piece_bytes(piece: FramePiece, artifact: LentArtifact) -> int:
     """Count the bytes of a piece, over all heads."""
     units = piece.end_unit - piece.first_unit
     layers = piece.end_layer - piece.first_layer
-    return units * layers * _layer_bytes(artifact.places.region.section)
+    return units * layers * layer_bytes(artifact.places.region.section)
 
 
-def _layer_bytes(section: PayloadSection) -> int:
+def layer_bytes(section: PayloadSection) -> int:
+    """Count the bytes of one layer of a unit, over all heads."""
     return sum(part.payload_bytes // part.shape[0] for part in section.parts)

@@ -32,6 +32,7 @@ from ownerserve.node.transfers.lending import (
     FoundRecord,
     Lending,
     LentArtifact,
+    layer_bytes,
     piece_bytes,
     serves,
 )
@@ -49,6 +50,7 @@ from ownerserve.transfer.control.pieces import PIECE_BYTES, SizedPiece
 from ownerserve.transfer.vocabulary import FramePiece
 
 NO_TICKET = 0
+NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class LayersWatched(Protocol):
@@ -254,7 +256,7 @@ class TurnLends:
         new = {
             name: layers
             for name, layers in done.layers.items()
-            if self._lending.layer_bytes(name) * (layers - told.get(name, 0)) * count >= PIECE_BYTES
+            if (layers - told.get(name, 0)) * count * self._layer_bytes(name) >= PIECE_BYTES
         }
         added: dict[bytes, LentArtifact] = {}
         for id_, found in self._records(prompt, first, end) if new else ():
@@ -264,6 +266,9 @@ class TurnLends:
                 yield _sized(FramePiece(id_, *units, before, layers), added[id_])
         step.layers = {**told, **new}
         self._lending.cover(prompt.ticket, added)
+
+    def _layer_bytes(self, component: str) -> int:
+        return layer_bytes(self._lending.placed(component, NO_BLOCKS).places.region.section)
 
     def _lent(
         self, prompt: ComingPrompt, id_: bytes, found: FoundRecord, *, first: int, slots: list[int]
