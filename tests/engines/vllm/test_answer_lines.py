@@ -52,6 +52,8 @@ class Core:
 
     def __init__(self, store: Path) -> None:
         self.sessions = SessionsHere(None)
+        self.met: list[AskLine | None] = []
+        """What was known of each turn's lender as its engine heard of it."""
         holding: Any = None  # nothing is asked of the store
         self.handler = NodeRpcHandler(limits(), holding, self.sessions)
         self.handler.open(store)
@@ -64,6 +66,7 @@ class Core:
 
     async def turn(self, http: Request) -> Response:
         """As vLLM's: the head of a stream goes before its engine has seen the prompt."""
+        self.met.append(self.sessions.brought_from(request(NAME)))
         body = await http.json()
         if body.get("is_wrong"):
             return JSONResponse({}, 400)
@@ -138,7 +141,7 @@ def test_who_holds_more_of_a_coming_prompt_is_told_before_its_turn(core: Core) -
     line = TurnLine(name=SessionId(NAME), bring_from=holder, parent=SessionId("6" * 32))
     headers = {"x-ownerserve-session": encode_turn_line(line).decode(), "x-request-id": "a1"}
     asyncio.run(_post(core.app, headers, {}))
-    told = core.sessions.brought_from(request(NAME))
+    (told,) = core.met
     assert told is not None and (told.bring_from, told.parent) == (holder, line.parent)
     assert core.sessions.brought_from(request(NAME)) is None, "the next turn is another's matter"
 

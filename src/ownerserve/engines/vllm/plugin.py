@@ -22,7 +22,8 @@ vLLM's allow-list is for all plug-ins: whoever sets it names every other plug-in
     /health's head ── AskLine ──> engine core ── LineIs: unit, load ──> x-ownerserve-answer
 
 vLLM's request has no place for the first. They are told when the turn comes, and not again with its
-answer: the session may have ended by then. vLLM writes the head of a streamed answer before its
+answer: the session may have ended by then. A turn whose state is to be brought from elsewhere waits
+for the core to have heard where. vLLM writes the head of a streamed answer before its
 engine has seen the prompt; by the first byte of the body it is known what came of it.
 """
 
@@ -213,7 +214,10 @@ class AnswerLines:
         if line.name is not None and (owning or line.bring_from):
             group, version = line.group or "", line.version or 0
             coming = AskLine(line.name, line.parent, group, line.epoch, version)
-            core.tell(replace(coming, bring_from=line.bring_from))
+            if line.bring_from is None:
+                core.tell(coming)
+            else:  # as the engine hears of the turn it looks there, or nowhere
+                await core.ask(replace(coming, bring_from=line.bring_from))
         answer = AskLine(line.name, request_id=(_header(scope, _REQUEST) or b"").decode("latin-1"))
         head: Any = None
 
