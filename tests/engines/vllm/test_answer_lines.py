@@ -27,7 +27,12 @@ from ownerserve.gateway.http.access import Address, open_access
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
-from ownerserve.kv.wire.headers import LenderAddress, TurnLine, encode_turn_line
+from ownerserve.kv.wire.headers import (
+    LenderAddress,
+    TurnLine,
+    encode_turn_line,
+    read_brought,
+)
 from ownerserve.kv.wire.rpc import AskLine
 from ownerserve.router.messages import Stamped, WorkerUp
 from tests.support.net import free_port
@@ -118,6 +123,19 @@ def test_what_came_of_a_prompt_is_said_on_its_answer(core: Core, is_stream: bool
     assert line is not None
     said = {name: line[name] for name in ("mode", "lost_tokens", "tip", "tokens")}
     assert said == {"mode": "reseed", "lost_tokens": 64, "tip": TIP.hex(), "tokens": 96}
+
+
+def test_people_read_what_came_of_it_on_lines_of_their_own(core: Core) -> None:
+    brought = {"peer": 64, "disk": 32}
+    came = PromptCame("cmpl-a1-0-ab", ExecutionMode.FETCH, 7, TIP, 96, brought)
+    core.sessions.begun(request(NAME), came)
+    headers = {"x-ownerserve-session": json.dumps({"name": NAME}), "x-request-id": "a1"}
+    told = asyncio.run(_post(core.app, headers, {})).headers
+    assert told["x-ownerserve-mode"] == "fetch"
+    assert told["x-ownerserve-lost-tokens"] == "7"
+    assert read_brought(told["x-ownerserve-brought-tokens"]) == brought
+    told = asyncio.run(_post(core.app, headers, {"is_wrong": True})).headers
+    assert not {"x-ownerserve-mode", "x-ownerserve-brought-tokens"} & told.keys()
 
 
 def test_an_error_says_nothing_of_an_earlier_prompt(core: Core) -> None:
