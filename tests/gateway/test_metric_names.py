@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from ownerserve.gateway.metrics import GatewayCollector
-from tests.support.gateway.metric_names import TABLE, Family, defined, told
+from ownerserve.node.transfers.counting import COUNTED
+from tests.support.gateway.metric_names import TABLE, Family, defined, exposed, told
 from tests.support.gateway.world import World
 
 HEADINGS = {"gateway": "The gateway", "worker": "A worker of ours", "vllm": "A vLLM worker"}
@@ -45,9 +46,14 @@ def test_the_table_has_each_name_with_its_type_and_labels(families: list[Family]
 
 
 def test_no_name_is_two_things(families: list[Family]) -> None:
-    names = Counter(family.name for family in families)
+    """What both kinds of workers count alike is one thing, and each of them has it once."""
+    names = Counter((family.process, family.name) for family in families)
     assert not [name for name, times in names.items() if times > 1]
-    assert len(names) > 80
+    things = {(one.name, one.kind, one.labels, one.text) for one in families}
+    assert len(things) == len({name for _, name in names}) > 80
+    shared = Counter(name for _, name in names)
+    alike = {exposed(one.name, "counter") for one in COUNTED}
+    assert {name for name, times in shared.items() if times > 1} == alike
 
 
 def test_times_are_in_seconds_and_sizes_in_bytes(families: list[Family]) -> None:

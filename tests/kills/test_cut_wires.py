@@ -856,6 +856,8 @@ CUT_AS_READ: dict[str, str] = {
     "said status_is.status": _PLUGIN,
     "said status_is.profile": _PLUGIN,
     "said line_is.line": _PLUGIN,
+    "said line_is.brought": "engines/vllm/test_answer_lines.py"
+    "::test_people_read_what_came_of_it_on_lines_of_their_own",
     "said page_is.page": _PLUGIN,
     "said reject.reason": _FOLLOWED,
     "load as_of_s": _STAMPS,

@@ -128,7 +128,9 @@ def test_a_road_that_is_not_open_gives_way_to_the_next(near: Node, far: Node) ->
     prefix = wanted(near.address)
     read = far.transfers.peers.read(cells(prefix, far.transfers.peers.look(prefix)))
     assert isinstance(read, ReadHit)
-    assert "shm" not in far.transfers.counts().brought_bytes, "these arrays are not shared"
+    counts = far.transfers.counts()
+    assert "shm" not in counts.brought_bytes, "these arrays are not shared"
+    assert set(counts.read_failures) == {"unable"}, "which is told"
 
 
 def test_a_fork_reads_its_parents_prefix_and_a_stranger_nothing(near: Node, far: Node) -> None:

@@ -11,7 +11,9 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import AskLine, LineIs, RpcRequest, Said, Status, StatusIs
 from ownerserve.node.rpc.server import RpcClient
+from ownerserve.node.transfers.counting import parse_name
 from tests.support.vllm import connectors, oracle, tiny
+from tests.support.vllm.fleet import VllmWorker
 from tests.support.vllm.rig import Rig, next_turn, settle
 from tests.support.waits import until
 
@@ -41,6 +43,12 @@ def lender(store: Path) -> LenderAddress:
 def named(store: Path, holder: LenderAddress) -> None:
     """The gateway says who holds more of the session's coming turn."""
     assert isinstance(asked(store, AskLine(AGENT, bring_from=holder)), LineIs)
+
+
+def looks(worker: VllmWorker) -> set[str]:
+    """What the engine counts of its looks at peers, by how they ended."""
+    names = map(parse_name, worker.hook("connector_status"))
+    return {end for metric, end in names if metric == "ownerserve_peer_looks"}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
@@ -81,6 +89,7 @@ def test_who_is_gone_or_holds_nothing_costs_time_and_no_answer(rig: Rig, tmp_pat
     named(far_store, holder)
     unknown = far.generate(prompt, session=AGENT)
     assert unknown.cached == 0
+    assert looks(far) == {"nothing"}
     oracle.assert_same("qwen3", rig.cold("qwen3", prompt), unknown)
 
     near.kill()
@@ -88,4 +97,5 @@ def test_who_is_gone_or_holds_nothing_costs_time_and_no_answer(rig: Rig, tmp_pat
     other = tiny.prompt(500, seed=93)
     gone = far.generate(other, session=AGENT)
     assert gone.cached == 0
+    assert looks(far) == {"nothing", "silent"}
     oracle.assert_same("qwen3", rig.cold("qwen3", other), gone)

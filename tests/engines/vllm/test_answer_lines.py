@@ -27,7 +27,12 @@ from ownerserve.gateway.http.access import Address, open_access
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.ids import Incarnation, PrefixHash, SessionId, WorkerId
 from ownerserve.kv.messages import ExecutionMode, RoutingUnit
-from ownerserve.kv.wire.headers import LenderAddress, TurnLine, encode_turn_line
+from ownerserve.kv.wire.headers import (
+    LenderAddress,
+    TurnLine,
+    encode_turn_line,
+    read_brought,
+)
 from ownerserve.kv.wire.rpc import AskLine
 from ownerserve.router.messages import Stamped, WorkerUp
 from tests.support.net import free_port
@@ -52,6 +57,8 @@ class Core:
 
     def __init__(self, store: Path) -> None:
         self.sessions = SessionsHere(None)
+        self.met: list[AskLine | None] = []
+        """What was known of each turn's lender as its engine heard of it."""
         holding: Any = None  # nothing is asked of the store
         self.handler = NodeRpcHandler(limits(), holding, self.sessions)
         self.handler.open(store)
@@ -64,6 +71,7 @@ class Core:
 
     async def turn(self, http: Request) -> Response:
         """As vLLM's: the head of a stream goes before its engine has seen the prompt."""
+        self.met.append(self.sessions.brought_from(request(NAME)))
         body = await http.json()
         if body.get("is_wrong"):
             return JSONResponse({}, 400)
@@ -117,6 +125,19 @@ def test_what_came_of_a_prompt_is_said_on_its_answer(core: Core, is_stream: bool
     assert said == {"mode": "reseed", "lost_tokens": 64, "tip": TIP.hex(), "tokens": 96}
 
 
+def test_people_read_what_came_of_it_on_lines_of_their_own(core: Core) -> None:
+    brought = {"peer": 64, "disk": 32}
+    came = PromptCame("cmpl-a1-0-ab", ExecutionMode.FETCH, 7, TIP, 96, brought)
+    core.sessions.begun(request(NAME), came)
+    headers = {"x-ownerserve-session": json.dumps({"name": NAME}), "x-request-id": "a1"}
+    told = asyncio.run(_post(core.app, headers, {})).headers
+    assert told["x-ownerserve-mode"] == "fetch"
+    assert told["x-ownerserve-lost-tokens"] == "7"
+    assert read_brought(told["x-ownerserve-brought-tokens"]) == brought
+    told = asyncio.run(_post(core.app, headers, {"is_wrong": True})).headers
+    assert not {"x-ownerserve-mode", "x-ownerserve-brought-tokens"} & told.keys()
+
+
 def test_an_error_says_nothing_of_an_earlier_prompt(core: Core) -> None:
     core.begin("a1")
     line = core.line_of("a1", is_wrong=True)
@@ -138,7 +159,7 @@ def test_who_holds_more_of_a_coming_prompt_is_told_before_its_turn(core: Core) -
     line = TurnLine(name=SessionId(NAME), bring_from=holder, parent=SessionId("6" * 32))
     headers = {"x-ownerserve-session": encode_turn_line(line).decode(), "x-request-id": "a1"}
     asyncio.run(_post(core.app, headers, {}))
-    told = core.sessions.brought_from(request(NAME))
+    (told,) = core.met
     assert told is not None and (told.bring_from, told.parent) == (holder, line.parent)
     assert core.sessions.brought_from(request(NAME)) is None, "the next turn is another's matter"
 

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from ownerserve.engines.vllm.worker_commands import WorkerStepReport
 from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import ExecutionMode, RoutingUnit, Tier
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import AskLine
+from ownerserve.node.transfers.bringing import BringNews
+from ownerserve.plan.cost.events import Loaded
 from tests.support.vllm_parts.fake_vllm.play import Play
 from tests.support.vllm_parts.fake_vllm.side import Setup
 
@@ -38,7 +41,7 @@ def play() -> Iterator[Play]:
 
 def test_what_a_peer_holds_is_brought_by_the_worker_and_stored_here(play: Play) -> None:
     lent = dict(play.engine.lookup.lent)
-    play.arrive(PROMPT, max_tokens=2, session_id=AGENT)
+    request = play.arrive(PROMPT, max_tokens=2, session_id=AGENT)
     play.look_up()
     play.schedule()
     play.answer(accepted=0)
@@ -49,6 +52,9 @@ def test_what_a_peer_holds_is_brought_by_the_worker_and_stored_here(play: Play) 
     play.bring(0, 0, "")
     play.finish()
     assert lent.keys() <= rank.store.keys(), "what came is stored here too"
+    came = play.engine.sessions.came_of(AskLine(AGENT, request_id=request.request_id))
+    assert came is not None and came.mode is ExecutionMode.FETCH
+    assert came.brought.keys() == {"peer"}, "and its answer says where it came from"
 
 
 def test_a_peer_that_gives_nothing_costs_a_load_and_the_prompt_is_computed(play: Play) -> None:
@@ -72,3 +78,21 @@ def test_nobody_is_asked_for_a_turn_of_which_nobody_was_named(play: Play) -> Non
     play.arrive(PROMPT, max_tokens=1, session_id=AGENT)  # the word was of the turn before
     play.finish()
     assert play.seen["loads"] == loads
+
+
+def test_what_was_lent_and_brought_is_told_once_with_the_engines_counts(play: Play) -> None:
+    side = play.engine.side
+    side.counting.take()
+    play.engine.lent["ownerserve_lends:returned"] = 2
+    brought = "ownerserve_brought:brought"
+    timings = (Loaded(Tier.PEER, 1 << 20, 3.0),)
+    for _ in range(2):
+        side.reported(WorkerStepReport(brought=(BringNews({brought: 1}, timings),)))
+    told = side.counting.take()
+    assert (told[brought], told["ownerserve_lends:returned"]) == (2, 2)
+    play.engine.lent["ownerserve_lends:returned"] = 3
+    side.reported(WorkerStepReport(brought=(BringNews({brought: 1}),)))
+    told = side.counting.take()
+    assert (told[brought], told["ownerserve_lends:returned"]) == (1, 1)
+    assert side.status()[brought] == 3
+    assert "peer" in play.engine.calibration.model.prices().measured_s, "and what it took is learnt"

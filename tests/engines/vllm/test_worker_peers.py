@@ -15,13 +15,13 @@ from ownerserve.engines.vllm.worker_commands import BlockPlace, LoadInto, Worker
 from ownerserve.engines.vllm.worker_side.streams import HostStream
 from ownerserve.engines.vllm.worker_side.worker import WorkerSide
 from ownerserve.kv.ids import Incarnation, WorkerId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.node.storage.backing import open_backing
-from ownerserve.node.transfers.bringing import Bringing
+from ownerserve.node.transfers.bringing import Bringing, BringNews
 from ownerserve.node.transfers.opening import TransferPlace
 from ownerserve.node.transfers.roads import SHM, TCP
 from ownerserve.node.vocabulary.events import PeerRecord
-from tests.support.node.lending_nodes import SECTIONS, B, Node, cells, wanted
+from tests.support.node.lending_nodes import AGENT, PROMPT, SECTIONS, B, Node, cells, wanted
 from tests.support.node.storing_node import StoringNode, put_away
 from tests.support.waits import until
 
@@ -86,7 +86,7 @@ def worker(tmp_path: Path, pages: Pages, bringing: Bringing) -> Iterator[WorkerS
     side.close()
 
 
-def offered(near: StoringNode, far: Node) -> tuple[LoadInto, list[PeerRecord]]:
+def offered(near: Node | StoringNode, far: Node) -> tuple[LoadInto, list[PeerRecord]]:
     """A load of all that the peer was said to hold, and what that is."""
     prefix = wanted(near.address)
     wants = cells(prefix, frozenset(far.transfers.peers.look(prefix)))
@@ -97,14 +97,23 @@ def offered(near: StoringNode, far: Node) -> tuple[LoadInto, list[PeerRecord]]:
     return load, [prefix.records[want.id] for want in wants]
 
 
-def reason_of(worker: WorkerSide) -> str:
-    """How the load ended."""
+def reported(worker: WorkerSide) -> tuple[str, BringNews]:
+    """How the load ended, and what is told with it."""
     until_s = time.monotonic() + LONG_S
     while time.monotonic() < until_s:
         worker.results(WorkerCommands(is_idle=True))
-        if loads := worker.report().loads:
-            return loads[0].reason
+        report = worker.report()
+        if report.loads:
+            (brought,) = report.brought
+            return report.loads[0].reason, brought
     raise AssertionError("a load waits for ever")
+
+
+def ended(worker: WorkerSide) -> tuple[str, dict[str, int]]:
+    """How the load of what a peer had to read first ended, and what was counted."""
+    reason, brought = reported(worker)
+    assert not brought.timings, "what its media took says nothing of the way"
+    return reason, dict(brought.counts)
 
 
 def test_what_a_peer_was_said_to_lend_is_read_from_there(
@@ -112,9 +121,33 @@ def test_what_a_peer_was_said_to_lend_is_read_from_there(
 ) -> None:
     before = put_away(near)
     load, records = offered(near, far)
-    worker.load(WorkerCommands(loads=(load,)))
-    assert reason_of(worker) == ""
-    assert pages.written == [before[one] for one in records]
+    size = sum(len(before[one]) for one in records)
+    for _ in range(2):  # each is counted once
+        pages.written.clear()
+        worker.load(WorkerCommands(loads=(load,)))
+        reason, counts = ended(worker)
+        assert reason == ""
+        assert pages.written == [before[one] for one in records]
+        assert counts == {
+            "ownerserve_brought:brought": 1,
+            "ownerserve_brought_bytes:shm": size,
+            "ownerserve_peer_read_bytes:": size,
+        }
+
+
+def test_what_a_peer_had_at_hand_says_how_long_the_way_is(far: Node, worker: WorkerSide) -> None:
+    near = Node("near")
+    try:
+        near.turn(AGENT, PROMPT)
+        load, _ = offered(near, far)
+        worker.load(WorkerCommands(loads=(load,)))
+        reason, brought = reported(worker)
+    finally:
+        near.close()
+    assert reason == ""
+    (timing,) = brought.timings
+    assert timing.tier is Tier.PEER and timing.ms > 0
+    assert timing.bytes == brought.counts["ownerserve_peer_read_bytes:"]
 
 
 def test_a_peer_that_has_it_no_more_is_a_miss(
@@ -124,12 +157,12 @@ def test_a_peer_that_has_it_no_more_is_a_miss(
     load, _ = offered(near, far)
     near.tiers.remove([want.id for want in load.wants])
     worker.load(WorkerCommands(loads=(load,)))
-    assert reason_of(worker) == "absent"
+    assert ended(worker) == ("absent", {"ownerserve_brought:short": 1})
     assert not pages.written
 
 
 def test_a_load_that_nobody_waits_for_waits_for_no_peer(
-    near: StoringNode, far: Node, worker: WorkerSide, bringing: Bringing
+    near: StoringNode, far: Node, worker: WorkerSide
 ) -> None:
     put_away(near)
     load, _ = offered(near, far)
@@ -139,8 +172,8 @@ def test_a_load_that_nobody_waits_for_waits_for_no_peer(
         worker.load(WorkerCommands(loads=(load,)))
         until(lambda: asked.counts()["opening"], within_s=60, what="a lend is asked for")
         worker.load(WorkerCommands(drops=(load.operation_id,)))
-        assert reason_of(worker) == "cancelled"
-        assert bringing.peers.brings == {"stopped": 1}, "it is not waited for until it is late"
+        stopped = {"ownerserve_brought:stopped": 1}
+        assert ended(worker) == ("cancelled", stopped), "it is not waited for until it is late"
     finally:
         has_ended.set()
     until(lambda: not near.used_bytes, within_s=60, what="nothing is lent")

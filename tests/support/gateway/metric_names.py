@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from prometheus_client.registry import Collector
 
+from ownerserve.node.transfers.counting import COUNTED
 from tests.support.children import ROOT
 
 SOURCES = {
@@ -55,7 +56,10 @@ def told(collector: Collector, process: str) -> Iterator[Family]:
 
 
 def defined(process: str) -> Iterator[Family]:
-    """What the source of a worker's metrics defines."""
+    """What the source of a worker's metrics defines, and what all kinds of workers count alike."""
+    for metric in COUNTED:
+        labels = (metric.label,) if metric.label else ()
+        yield Family(process, exposed(metric.name, "counter"), "counter", labels, metric.about)
     trees = [ast.parse(source.read_text()) for source in SOURCES[process]]
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Call):

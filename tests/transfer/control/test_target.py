@@ -224,7 +224,7 @@ def test_who_is_not_fenced_writes_into_an_arena_and_its_end_is_waited_for() -> N
     one.tell(ReadEnded(ReadUnproven(first.number, ReadFailure.LATE)))
     again = one.one(StartRead)
     one.tell(ReadEnded(ReadUnproven(again.number, ReadFailure.LATE)))
-    assert one.over().end is BringEnd.FAILED and one.over().unproven == 2
+    assert one.over().end is BringEnd.FAILED and one.over().failures == {ReadFailure.LATE: 2}
     assert FreeRoom(RESERVATION) in one.done, "no device writes there"
     assert not one.of(FreeArena)
     assert one.tell(ReadEnded(ReadQuiet(first.number))) == [FreeArena(first.number)]

@@ -60,6 +60,7 @@ from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.node.storage.adopting import take_over_at_start
 from ownerserve.node.storage.backing import open_backing
 from ownerserve.node.transfers.bringing import Bringing
+from ownerserve.node.transfers.counting import named
 from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import LeadForm, RecordNames, descriptors
@@ -296,7 +297,7 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
     lookup = StoreLookup(parts.ranks.shards(parts.store)[0], peers)
     handler = NodeRpcHandler(limits(parts, unit), kept, sessions, transfers)
     reports = worker_reports(parts, opened(handler, parts))
-    tiers, planner = tiers_of(parts.settings), parts.planner()
+    tiers, planner = tiers_of(parts.settings, transfers), parts.planner()
 
     def tell(costs: CostModel) -> None:
         reports.measured(speed_statement(costs, replay_tokens=0), tier_statements(costs, tiers))
@@ -327,6 +328,7 @@ def scheduler_side(parts: ConnectorParts) -> SchedulerSide:
         workers=parts.ranks.workers,
         step_tokens=int(parts.config.scheduler_config.max_num_batched_tokens),
         bypassed=why,
+        transfers=dict if transfers is None else lambda: named(transfers.counts()),
     )
     return SchedulerSide(parts.state(parts.identity), parts.device, parts.shape, scheduler_parts)
 
@@ -441,10 +443,18 @@ def worker_id(parts: ConnectorParts) -> WorkerId:
     return WorkerId(parts.settings.worker_id or engine_id)
 
 
-def tiers_of(settings: ConnectorSettings) -> dict[Tier, int | None]:
-    """Return the media where this engine keeps state below its device, with the bytes of each."""
-    disk: dict[Tier, int | None] = {Tier.DISK: settings.store_bytes}
-    return {Tier.HOST: settings.host_cache_bytes, **disk} if settings.host_cache_bytes else disk
+def tiers_of(
+    settings: ConnectorSettings, transfers: NodeTransfers | None
+) -> dict[Tier, int | None]:
+    """Return the media where this engine finds state below its device, with the bytes of each:
+    those of peers it does not know."""
+    tiers: dict[Tier, int | None] = {}
+    if settings.host_cache_bytes:
+        tiers[Tier.HOST] = settings.host_cache_bytes
+    tiers[Tier.DISK] = settings.store_bytes
+    if transfers is not None:
+        tiers[Tier.PEER] = None
+    return tiers
 
 
 def opened(handler: NodeRpcHandler, parts: ConnectorParts) -> NodeRpcHandler | None:

@@ -18,11 +18,12 @@ vLLM's allow-list is for all plug-ins: whoever sets it names every other plug-in
 
     a turn comes, of parent, group, epoch, version, bring_from ── AskLine ──> engine core
     its answer's head, held until its body begins ── AskLine(request) ──> engine core
-                      x-ownerserve-answer <── LineIs: unit, load, owner, mode, tip ──┘
+    x-ownerserve-answer, -mode, .. <── LineIs: unit, load, owner, mode, tip, brought ──┘
     /health's head ── AskLine ──> engine core ── LineIs: unit, load ──> x-ownerserve-answer
 
 vLLM's request has no place for the first. They are told when the turn comes, and not again with its
-answer: the session may have ended by then. vLLM writes the head of a streamed answer before its
+answer: the session may have ended by then. A turn whose state is to be brought from elsewhere waits
+for the core to have heard where. vLLM writes the head of a streamed answer before its
 engine has seen the prompt; by the first byte of the body it is known what came of it.
 """
 
@@ -31,7 +32,7 @@ from __future__ import annotations
 import asyncio
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
@@ -52,6 +53,9 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.framed import AsyncFramedClient
 from ownerserve.kv.wire.headers import (
     ANSWER_HEADER,
+    BROUGHT_HEADER,
+    LOST_TOKENS_HEADER,
+    MODE_HEADER,
     NO_TURN_LINE,
     TURN_HEADER,
     TurnLine,
@@ -213,7 +217,10 @@ class AnswerLines:
         if line.name is not None and (owning or line.bring_from):
             group, version = line.group or "", line.version or 0
             coming = AskLine(line.name, line.parent, group, line.epoch, version)
-            core.tell(replace(coming, bring_from=line.bring_from))
+            if line.bring_from is None:
+                core.tell(coming)
+            else:  # as the engine hears of the turn it looks there, or nowhere
+                await core.ask(replace(coming, bring_from=line.bring_from))
         answer = AskLine(line.name, request_id=(_header(scope, _REQUEST) or b"").decode("latin-1"))
         head: Any = None
 
@@ -226,13 +233,24 @@ class AnswerLines:
                 is_served = head["status"] < HTTPStatus.BAD_REQUEST
                 said = await core.ask(answer if is_served else AskLine(line.name))
                 if isinstance(said, LineIs):
-                    told = (_ANSWER, encode_answer_line(said.line))
-                    head = {**head, "headers": [*head.get("headers", ()), told]}
+                    told = [(_ANSWER, encode_answer_line(said.line)), *_for_people(said)]
+                    head = {**head, "headers": [*head.get("headers", ()), *told]}
                 await send(head)
                 head = None
             await send(message)
 
         await self._app(scope, receive, sent)
+
+
+def _for_people(said: LineIs) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the headers that say to people what came of the prompt, as an hf worker's do."""
+    line = said.line
+    if line.mode is not None:
+        yield MODE_HEADER.encode(), line.mode.value.encode()
+    if line.lost_tokens:
+        yield LOST_TOKENS_HEADER.encode(), str(line.lost_tokens).encode()
+    if said.brought:
+        yield BROUGHT_HEADER.encode(), said.brought.encode()
 
 
 def _asks_for(scope: Any) -> TurnLine | None:

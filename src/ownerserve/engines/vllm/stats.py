@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from ownerserve.engines.vllm.scheduler_side.late_turns import UNSAVED_LEVELS
 from ownerserve.engines.vllm.worker_commands import STORED_BY
+from ownerserve.node.transfers.counting import COUNTED, parse_name
 
 if TYPE_CHECKING:
     from ownerserve.engines.vllm.scheduler_side.scheduler import SchedulerSide
@@ -44,7 +45,8 @@ class OwnerServeStats(KVConnectorStats):  # type: ignore[misc]
 
 class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
     """`OwnerServeProm` exports ownerserve_vllm_*: labelled counters for outcomes, bytes and tokens,
-    and a gauge of what is not stored yet."""
+    and a gauge of what is not stored yet; and what is counted of transfers, under the names that
+    all kinds of workers have for it."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._bytes = self._counter_cls(
             name="ownerserve_vllm_bytes",
-            documentation="Bytes of KV loaded from the store, stored, and given up unsaved",
+            documentation="Bytes of KV loaded from the store or a peer, stored, and given up",
             labelnames=[*labelnames, "direction"],
         )
         self._by_rank = self._counter_cls(
@@ -80,10 +82,23 @@ class OwnerServeProm(KVConnectorPromMetrics):  # type: ignore[misc]
             labelnames=[*labelnames, "state"],
         )
 
+        self._transfers = {
+            metric.name: self._counter_cls(
+                name=metric.name,
+                documentation=metric.about,
+                labelnames=[*labelnames, *([metric.label] if metric.label else [])],
+            )
+            for metric in COUNTED
+        }
+
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
         for name, number in transfer_stats_data.items():
-            if name in UNSAVED_LEVELS:
+            metric, value = parse_name(name)
+            if metric in self._transfers:
+                told = [*labels, value] if value else labels
+                self._transfers[metric].labels(*told).inc(number)
+            elif name in UNSAVED_LEVELS:
                 self._unsaved.labels(*labels, name.removeprefix("unsaved_")).set(number)
             elif name.startswith(STORED_BY):
                 self._by_rank.labels(*labels, name.removeprefix(STORED_BY)).inc(number)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from ownerserve.node.transfers.bringing import BringNews
 from ownerserve.node.transfers.peers import PeerOffer
 from ownerserve.node.vocabulary.events import RecordsLost
 from ownerserve.store.format.model import Meta, Want
@@ -87,7 +88,8 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
     `copied` operations need their blocks no more; `kept` are durable; `lost`: what the store of
     each worker gave up; `can_pad`: whether each that says so for the first time can keep rows from
     being written; `unable`: why a worker can read and write no pages at all; `by_rank`: the stored
-    bytes again, by the name of the rank, where there are several.
+    bytes again, by the name of the rank, where there are several; `brought`: what came of brings
+    from peers.
     """
 
     loads: tuple[LoadResult, ...] = ()
@@ -99,6 +101,7 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
     can_pad: tuple[bool, ...] = ()
     unable: tuple[str, ...] = ()
     by_rank: tuple[tuple[str, int], ...] = ()
+    brought: tuple[BringNews, ...] = ()
 
     def joined(self, other: WorkerStepReport) -> WorkerStepReport:
         """Return the reports of two workers as one: an operation stands in it once for each."""
@@ -112,10 +115,11 @@ class WorkerStepReport(msgspec.Struct, frozen=True):
             can_pad=self.can_pad + other.can_pad,
             unable=self.unable + other.unable,
             by_rank=self.by_rank + other.by_rank,
+            brought=self.brought + other.brought,
         )
 
     @property
     def is_empty(self) -> bool:
         """Return whether the report tells nothing."""
         saved = (self.copied, self.kept, self.not_kept)
-        return not any((self.loads, *saved, self.lost, self.can_pad, self.unable))
+        return not any((self.loads, *saved, self.lost, self.can_pad, self.unable, self.brought))

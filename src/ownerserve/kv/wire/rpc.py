@@ -282,10 +282,12 @@ class StatusIs(msgspec.Struct, frozen=True, tag="status_is"):
     profile: ProfileStatement | None = None
 
 
-class LineIs(msgspec.Struct, frozen=True, tag="line_is"):
-    """LineIs answers `AskLine` with the line to be said."""
+class LineIs(msgspec.Struct, frozen=True, tag="line_is", omit_defaults=True):
+    """LineIs answers `AskLine` with the line to be said, and with what is for people beside it:
+    `brought`, the value of x-ownerserve-brought-tokens."""
 
     line: AnswerLine
+    brought: str = ""
 
 
 class PageIs(msgspec.Struct, frozen=True, tag="page_is"):

@@ -4,10 +4,14 @@ was offered in another process of its worker.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+
+import msgspec
 
 from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.messages import RoutingUnit
+from ownerserve.node.transfers.counting import BringCounts, named
 from ownerserve.node.transfers.lenders import Lenders, no_engine
 from ownerserve.node.transfers.opening import TransferPlace
 from ownerserve.node.transfers.peers import Peers
@@ -15,8 +19,17 @@ from ownerserve.node.transfers.roads import NodeRoads
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import SourceSide
 from ownerserve.node.transfers.target_side import TargetSide
+from ownerserve.plan.cost.events import Loaded
 from ownerserve.transfer.movers.digests import Xxh3
 from ownerserve.transfer.movers.tcp.handshake import transfer_key
+
+
+class BringNews(msgspec.Struct, frozen=True):
+    """`BringNews` are what was counted since they were last taken, by the names of
+    `counting.named`, and what whole brings took."""
+
+    counts: Mapping[str, int] = {}
+    timings: tuple[Loaded, ...] = ()
 
 
 class Bringing:
@@ -38,7 +51,28 @@ class Bringing:
             )
         )
         self.peers = Peers(self._service, sections, block_tokens)
+        self._told: Counter[str] = Counter()
         self._service.start()
+
+    def counts(self) -> BringCounts:
+        """Return what came of brings; any thread may call."""
+        peers, target = self.peers, self._service.target
+        return BringCounts(
+            looks=dict(peers.looks),
+            brings=dict(peers.brings),
+            brought_bytes=dict(peers.brought_bytes),
+            read_bytes=target.read_bytes,
+            read_failures=target.read_failures.copy(),
+        )
+
+    def take(self) -> BringNews:
+        """Return what is new since the last call, for the process that tells it."""
+        now = Counter(named(self.counts()))
+        counts, self._told = now - self._told, now
+        timings, waiting = list[Loaded](), self.peers.timings
+        while waiting:  # nobody else takes from it
+            timings.append(waiting.popleft())
+        return BringNews(dict(counts), tuple(timings))
 
     def stop(self) -> None:
         """Bring nothing any more; who waits for something hears."""

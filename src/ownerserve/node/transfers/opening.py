@@ -33,6 +33,7 @@ from ownerserve.kv.wire.rpc import (
     Suspend,
     Take,
 )
+from ownerserve.node.transfers.counting import TransferCounts
 from ownerserve.node.transfers.engines import ARENA_BYTES, NodeEngines, check_engines
 from ownerserve.node.transfers.lenders import Lenders, OnEngine, no_engine
 from ownerserve.node.transfers.lending import Lending
@@ -55,7 +56,6 @@ from ownerserve.node.transfers.turn_lends import LayersWatched, TurnLends
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.transfer.control.events import SourceEvent
-from ownerserve.transfer.movers.arena import ArenaNumbers
 from ownerserve.transfer.movers.digests import Digests, Xxh3, fleet_digests
 from ownerserve.transfer.movers.rights import permit_readers
 from ownerserve.transfer.movers.tcp.handshake import transfer_key
@@ -118,29 +118,6 @@ def digests_of(place: TransferPlace) -> Digests:
         problem = "blake3 is made under the fleet's key, and there is none"
         raise InvalidInput("transfer-digest", problem, "give --curve-key-file")
     return fleet_digests(transfer_key(place.key).secret)
-
-
-class TransferCounts(msgspec.Struct, frozen=True):
-    """What was lent and brought, ordered and computed for others since the start, by how it ended,
-    and the connections now."""
-
-    looks: dict[str, int]
-    brings: dict[str, int]
-    lends: dict[str, int]
-    brought_bytes: dict[str, int]
-    read_bytes: int
-    orders: dict[str, int]
-    ordered_bytes: dict[str, int]
-    prefills: dict[str, int]
-    told_bytes: dict[str, int]
-    moves: dict[tuple[str, str], int]
-    """By `came` and `went`, and how each ended."""
-    connections: int
-    staged_bytes: int
-    failed_stagings: int
-    stage_used_bytes: int
-    arena: ArenaNumbers | None
-    """None: no road needs one."""
 
 
 class NodeTransfers:
@@ -307,6 +284,7 @@ class NodeTransfers:
             lends={str(end): count for end, count in lends.items()},
             brought_bytes=dict(peers.brought_bytes),
             read_bytes=self.service.target.read_bytes if self._is_started else 0,
+            read_failures=self.service.target.read_failures.copy() if self._is_started else {},
             orders=dict(peers.orders.counts),
             ordered_bytes=dict(peers.ordered_bytes),
             prefills={} if self.prefills is None else dict(self.prefills.counts),

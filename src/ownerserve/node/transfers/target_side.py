@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from math import inf
@@ -162,6 +163,8 @@ class TargetSide:
         self.state = TransferTarget(unit)
         self.read_bytes = 0
         """What was read of peers, whether or not it counts in the end."""
+        self.read_failures: Counter[str] = Counter()
+        """Reads that brought nothing, by why, of brings that have ended."""
         self._unit = unit
         self._sections = dict(sections)
         self._roads = roads
@@ -324,7 +327,8 @@ class TargetSide:
                     self._later(RoomCommitted(reservation))
                 case FreeRoom(reservation):
                     self._landings.pop(reservation, None)
-                case BringOver(number):
+                case BringOver(number, failures=failures):
+                    self.read_failures.update({str(why): count for why, count in failures.items()})
                     bring = self._brings.pop(number)
                     del self._hints[bring.nonce]
                     if not bring.over.done():

@@ -15,7 +15,7 @@ import msgspec
 
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
-from ownerserve.kv.messages import RestoreAction, Tier
+from ownerserve.kv.messages import ExecutionMode, RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.vocabulary.records import Inside, Tip
@@ -485,6 +485,19 @@ class RestoreReport(msgspec.Struct, frozen=True):
     def brought_tokens(self) -> int:
         """`brought_tokens` are all that were brought."""
         return sum(self.brought.values())
+
+    def by_source(self, *, most: int) -> dict[str, int]:
+        """Return the tokens that were brought, by tier, and of a prompt that was computed apart
+        those of its peer by that mode's name: `most` in all, since of what came last some may be
+        gone."""
+        found, left = dict[str, int](), most
+        for tier, tokens in self.brought.items():
+            is_apart = self.is_ordered and tier is Tier.PEER
+            name = ExecutionMode.REMOTE_PREFILL.value if is_apart else tier.value
+            if kept := min(tokens, left):
+                found[name] = kept
+                left -= kept
+        return found
 
     @property
     def loads(self) -> tuple[RestoreAction, ...]:

@@ -104,7 +104,6 @@ class OpenBring(msgspec.Struct, eq=False):
     early_bytes: int = 0
     read_bytes: Counter[str] = msgspec.field(default_factory=Counter)
     failures: Counter[ReadFailure] = msgspec.field(default_factory=Counter)
-    unproven: int = 0
     refusal: BringEnd = BringEnd.NO_PEER
     ending: BringEnd | None = None
 

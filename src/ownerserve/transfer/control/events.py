@@ -375,8 +375,7 @@ class FreeRoom(msgspec.Struct, frozen=True, gc=False):
 class BringOver(msgspec.Struct, frozen=True):
     """Effect: tell what came of a bring: its first `parts` are in the tree. `read_bytes` landed, by
     road, whatever came of them, `early_bytes` of them before the peer said that nothing more comes;
-    `failures` counts reads that did not, `unproven` of them without
-    proof that their writer had stopped. What is held still is freed later, without it."""
+    `failures` counts reads that did not. What is held still is freed later, without it."""
 
     number: int
     end: BringEnd
@@ -385,7 +384,6 @@ class BringOver(msgspec.Struct, frozen=True):
     read_bytes: Mapping[str, int]
     early_bytes: int
     failures: Mapping[ReadFailure, int]
-    unproven: int
 
 
 TargetEffect = (

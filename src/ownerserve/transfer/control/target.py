@@ -383,7 +383,6 @@ class TransferTarget:
         assert bring.peer is not None
         bring.failures[reason] += 1
         is_unproven = reading.phase is ReadPhase.UNPROVEN
-        bring.unproven += is_unproven
         if reason is ReadFailure.GONE:
             return self._end(bring, BringEnd.GONE, now)
         if reason is ReadFailure.PEER_LOST:
@@ -494,7 +493,6 @@ class TransferTarget:
                 read_bytes=bring.read_bytes,
                 early_bytes=bring.early_bytes,
                 failures=bring.failures,
-                unproven=bring.unproven,
             ),
         ]
 

@@ -343,6 +343,9 @@ class Engine:
         self.ranks = [Rank(self.shape, self.oracle) for _ in range(setup.ranks)]
         self.lookup = Lookup(self.ranks[0])
         self.sessions = SessionsHere(None)
+        self.calibration = Calibration(None)
+        self.lent: Counter[str] = Counter()
+        """What is counted of lends."""
         self.telling = Telling(self.ranks)
         self.telling.oracle = self.oracle
         self._device = EngineDevice(self.shape.layout())
@@ -353,7 +356,7 @@ class Engine:
             soft=SoftReferences(SoftReference()),
             prompts=Prompts(self.shape.payload.block_tokens, self.lookup.later, algorithm="sha256"),
             measuring=ConnectorObserver(
-                Calibration(None), lambda chore: None, tell=lambda model: None
+                self.calibration, lambda chore: None, tell=lambda model: None
             ),
             reports=WorkerReports(
                 None,
@@ -366,6 +369,7 @@ class Engine:
             replays=Replays(ReplayLengths(), None, workers=setup.ranks),
             workers=setup.ranks,
             step_tokens=STEP_TOKENS,
+            transfers=lambda: self.lent,
         )
         self.side = SchedulerSide(self._node(), self._device, self.shape, parts)
         given_up = ("save_shed", "gone_first")

@@ -279,7 +279,7 @@ class RestoreMetrics:
             registry=registry,
         )
         self._bytes = Counter(
-            "ownerserve_restored_bytes", "Bytes loaded from the store.", registry=registry
+            "ownerserve_restored_bytes", "Bytes loaded from the store or a peer.", registry=registry
         )
         self._saved_s = Counter(
             "ownerserve_restore_benefit_seconds",

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ownerserve.node.transfers.opening import NodeTransfers, TransferCounts
+from ownerserve.node.transfers.counting import COUNTED, TransferCounts, counted
+from ownerserve.node.transfers.opening import NodeTransfers
 from ownerserve.transfer.movers.arena import ArenaNumbers
 
 
@@ -20,35 +21,10 @@ class TransferCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
         counts = self._transfers.counts()
-        yield _counter(
-            "ownerserve_peer_looks",
-            "Peers asked what they hold of a turn's session: found, nothing, parted (other tokens"
-            " than the prompt's), silent (no answer in time).",
-            labels=["answer"],
-            values=counts.looks,
-        )
-        yield _counter(
-            "ownerserve_brought",
-            "Brings of state from a peer, by how they ended: brought, or why nothing came"
-            " (transfer.control.events.BringEnd).",
-            labels=["end"],
-            values=counts.brings,
-        )
-        yield _counter(
-            "ownerserve_brought_bytes",
-            "Bytes of state that came from peers and counted, by road: shm, readv, tcp, mooncake,"
-            " nixl.",
-            labels=["road"],
-            values=counts.brought_bytes,
-        )
-        yield _counter(
-            "ownerserve_lends",
-            "Lends to peers, by how they ended: returned, expired (nobody read), revoked (a turn"
-            " needed the room), cancelled, or why nothing was lent.",
-            labels=["end"],
-            values=counts.lends,
-        )
-        yield from _staged(counts)
+        for metric in COUNTED:
+            labels = [metric.label] if metric.label else []
+            values = counted(counts, metric)
+            yield _counter(metric.name, metric.about, labels=labels, values=values)
         yield from _ordered(counts)
         moves = CounterMetricFamily(
             "ownerserve_session_moves",
@@ -59,17 +35,17 @@ class TransferCollector(Collector):
         for (way, end), count in sorted(counts.moves.items()):
             moves.add_metric([way, end], count)
         yield moves
-        read = CounterMetricFamily(
-            "ownerserve_peer_read_bytes",
-            "Bytes that were read of peers, also those that did not count in the end.",
-        )
-        read.add_metric([], counts.read_bytes)
-        yield read
         readers = GaugeMetricFamily(
             "ownerserve_transfer_connections", "Connections on which peers read this worker now."
         )
         readers.add_metric([], counts.connections)
         yield readers
+        used = GaugeMetricFamily(
+            "ownerserve_stage_used_bytes",
+            "Memory that holds what is lent of host memory and disk now.",
+        )
+        used.add_metric([], counts.stage_used_bytes)
+        yield used
         if counts.arena is not None:
             yield from _arena(counts.arena)
 
@@ -105,26 +81,6 @@ def _arena(numbers: ArenaNumbers) -> Iterator[Metric]:
     yield oldest
 
 
-def _staged(counts: TransferCounts) -> Iterator[Metric]:
-    """Yield what was read of this worker's own tiers for peers."""
-    read = CounterMetricFamily(
-        "ownerserve_staged_bytes", "Bytes read of host memory and disk to be lent to peers."
-    )
-    read.add_metric([], counts.staged_bytes)
-    yield read
-    failed = CounterMetricFamily(
-        "ownerserve_staging_failures",
-        "Reads of host memory and disk for peers that gave nothing: the lend ended short.",
-    )
-    failed.add_metric([], counts.failed_stagings)
-    yield failed
-    used = GaugeMetricFamily(
-        "ownerserve_stage_used_bytes", "Memory that holds what is lent of host memory and disk now."
-    )
-    used.add_metric([], counts.stage_used_bytes)
-    yield used
-
-
 def _ordered(counts: TransferCounts) -> Iterator[Metric]:
     """Yield what was computed by others, and for others."""
     yield _counter(
@@ -158,8 +114,8 @@ def _ordered(counts: TransferCounts) -> Iterator[Metric]:
 
 
 def _counter(name: str, about: str, *, labels: list[str], values: Mapping[str, int]) -> Metric:
-    """Return a counter with one label, by whose values it counts."""
+    """Return a counter by the values of its one label, or without a label."""
     family = CounterMetricFamily(name, about, labels=labels)
     for value, count in sorted(values.items()):
-        family.add_metric([value], count)
+        family.add_metric([value] if labels else [], count)
     return family

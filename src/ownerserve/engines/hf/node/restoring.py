@@ -22,7 +22,7 @@ from ownerserve.engines.hf.scheduling.requests import EngineRequest
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import AdmittedPrompt, Chunk, StepPlan
 from ownerserve.kv.ids import SessionId, TurnId
-from ownerserve.kv.messages import ExecutionMode, RestoreAction, Tier
+from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import pack
 from ownerserve.node.ownership.inventory import Inventory, OnDevice
 from ownerserve.node.restore.sources import Walks
@@ -401,7 +401,7 @@ class WithNode:
         kept = max(admission.restored, admission.floor)
         if kept and turn.report is not None and turn.report.loads:
             is_ordered = turn.report.is_ordered
-            brought = _by_source(turn.report, most=kept)
+            brought = turn.report.by_source(most=kept)
             assert turn.report.plan is not None
             plan = summary(turn.report.plan)
             actions += turn.report.loads
@@ -464,16 +464,3 @@ class WithNode:
     def close(self, *, within_s: float) -> None:
         """Copy what is idle to the store for up to `within_s` seconds, since the engine stops."""
         self._node.close(time.monotonic(), within_s=within_s)
-
-
-def _by_source(report: RestoreReport, *, most: int) -> dict[str, int]:
-    """Return the tokens that were brought, by tier, and of a prompt that was computed apart those
-    of its peer by that mode's name: `most` in all, since of what came last some may be gone."""
-    found, left = dict[str, int](), most
-    for tier, tokens in report.brought.items():
-        is_apart = report.is_ordered and tier is Tier.PEER
-        name = ExecutionMode.REMOTE_PREFILL.value if is_apart else tier.value
-        if kept := min(tokens, left):
-            found[name] = kept
-            left -= kept
-    return found

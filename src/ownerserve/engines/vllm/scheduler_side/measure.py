@@ -7,7 +7,7 @@ A prompt is measured whole, and only when nothing ran beside any of its steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TypeAlias
 
@@ -140,6 +140,10 @@ class ConnectorObserver:
         """Learn from a load that is done. The planner is told of one store, so this is one tier's
         time."""
         self._calibration.observe((Loaded(Tier.DISK, result.bytes, result.ms),))
+
+    def brought(self, timings: Iterable[Loaded]) -> None:
+        """Learn from what peers had at hand and was brought whole."""
+        self._calibration.observe(timings)
 
     def forget(self, turn_id: TurnId) -> None:
         """Forget the turn, which is over or lost its blocks. What it taught is told: no step may

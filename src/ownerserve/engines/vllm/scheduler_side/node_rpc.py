@@ -24,7 +24,7 @@ from ownerserve.engines.vllm.scheduler_side.holding import Holding
 from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
-from ownerserve.kv.wire.headers import AnswerLine
+from ownerserve.kv.wire.headers import AnswerLine, brought_text
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     Admit,
@@ -239,7 +239,7 @@ class NodeRpcHandler:
                     self._released.put(session_id)
                 return answer
             case AskLine():
-                return LineIs(self._line(request))
+                return self._line(request)
             case _:  # vLLM holds no places: its own queue does
                 return Reject(WorkerRefusal.UNKNOWN_RESERVATION)
 
@@ -253,11 +253,11 @@ class NodeRpcHandler:
             return Reject(WorkerRefusal.QUEUE_FULL)
         return Admit(ahead_prefill_tokens=status.pending_prefill_tokens)
 
-    def _line(self, asked: AskLine) -> AnswerLine:
+    def _line(self, asked: AskLine) -> LineIs:
         """Return the worker's line: its name, its load, whose the session is, and what came of the
         prompt of the answer that is asked about."""
         owner, came = self._sessions.heard(asked), self._sessions.came_of(asked)
-        return AnswerLine(
+        line = AnswerLine(
             unit=self._unit,
             load=load_statement(self._status()),
             owner=None if owner is None else owner.unit,
@@ -268,6 +268,7 @@ class NodeRpcHandler:
             mode=None if came is None else came.mode,
             lost_tokens=0 if came is None else came.lost_tokens,
         )
+        return LineIs(line, "" if came is None else brought_text(came.brought))
 
     def _status(self) -> WorkerLoad:
         """Return the load after the last step. Made here and not in the step: steps are many,

@@ -9,7 +9,7 @@ sessions in their own tables. The ports and keys of an engine core are made here
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -108,13 +108,15 @@ BEGUN_TURNS = 8
 class PromptCame(msgspec.Struct, frozen=True, gc=False):
     """A `PromptCame` says what came of the prompt of the request `request_id`, as its first step
     was planned. The device has its first `tokens` tokens, which end in `tip`, once they are
-    computed; None: it keeps none."""
+    computed; None: it keeps none. `brought` are those that were loaded for it, by where they came
+    from."""
 
     request_id: str
     mode: ExecutionMode
     lost_tokens: int = 0
     tip: PrefixHash | None = None
     tokens: int = 0
+    brought: Mapping[str, int] = {}
 
 
 class SessionsHere:

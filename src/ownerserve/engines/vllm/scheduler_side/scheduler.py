@@ -104,7 +104,8 @@ HASHED_WITHIN_S = 5.0
 class SchedulerParts(msgspec.Struct, frozen=True):
     """`SchedulerParts` are the parts that a scheduler's side works with, each of which decides
     nothing about a turn. `bypassed` says why no state of this engine has an identity; None when it
-    has. `step_tokens` is the most that one step computes."""
+    has. `step_tokens` is the most that one step computes. `transfers` counts what was lent, and
+    asked of peers, since the start (node.transfers.counting)."""
 
     lookup: StoreLookup
     holding: Holding
@@ -118,6 +119,7 @@ class SchedulerParts(msgspec.Struct, frozen=True):
     workers: int
     step_tokens: int
     bypassed: str | None = None
+    transfers: Callable[[], Mapping[str, int]] = dict
 
 
 class Counting:
@@ -179,7 +181,7 @@ class SchedulerSide:
         self._counts: Counter[str] = Counter()
         self.counting = Counting(
             {
-                "": lambda: self._counts,
+                "": self._all_counts,
                 "unsaved_": lambda: self.state.saves.unsaved,
                 "save_": lambda: self.state.saves.counts,
                 "soft_": lambda: parts.soft.counts,
@@ -198,6 +200,7 @@ class SchedulerSide:
         self._lookup, self._holding = parts.lookup, parts.holding
         self._watch = parts.holding.watch(shape)
         self._sessions = parts.sessions
+        self._transfers = parts.transfers
         self._soft, self._prompts = parts.soft, parts.prompts
         self._measuring = parts.measuring
         self._tenants = parts.tenants
@@ -333,6 +336,9 @@ class SchedulerSide:
                 self._holding.lost(lost)
             self._tell_left()
             self._counts["stored_bytes"] += report.stored_bytes
+            for brought in report.brought:
+                self._counts.update(brought.counts)
+                self._measuring.brought(brought.timings)
             for rank, stored in report.by_rank:
                 self._counts[f"{STORED_BY}{rank}"] += stored
             if report.unable:
@@ -606,7 +612,8 @@ class SchedulerSide:
         mode, lost = execution_mode(known, cached, restored), lost_tokens(known, cached)
         self._counts[f"mode_{mode}"] += 1
         self._counts["lost_tokens"] += lost
-        came = PromptCame(turn.request.request_id, mode, lost)
+        brought = {} if turn.report is None else turn.report.by_source(most=restored)
+        came = PromptCame(turn.request.request_id, mode, lost, brought=brought)
         if prompt is not None and self._pool.enable_caching:
             tokens = prompt.blocks * self._block
             came = msgspec.structs.replace(came, tip=prompt.tip, tokens=tokens)
@@ -663,6 +670,12 @@ class SchedulerSide:
                 saves.room.limits.copy_bytes,
                 saves.room.limits.buffer_bytes,
             )
+
+    def _all_counts(self) -> Counter[str]:
+        """Return what was counted here, by the workers and beside the scheduler, each once."""
+        counts = self._counts.copy()
+        counts.update(self._transfers())
+        return counts
 
     def _unsaved_levels(self) -> dict[str, int]:
         """Return the bytes that are computed and not durable, by where they are."""
@@ -722,10 +735,11 @@ class SchedulerSide:
             self._counts[f"restore_{report.outcome}"] += 1
             self._counts["restore_trials"] += report.is_trial
             self._counts["loaded_bytes"] += report.loaded_bytes
-            turn = self._turns.get(turn_id)
-            session = session_of(turn.request) if turn is not None else None
-            if session is not None and report.outcome in FOUND_LESS:
-                self._holding.missed(SessionId(session))
+            if (turn := self._turns.get(turn_id)) is not None:
+                turn.report = report
+                session = session_of(turn.request)
+                if session is not None and report.outcome in FOUND_LESS:
+                    self._holding.missed(SessionId(session))
 
     def _bring(self, bring: FetchAndFill) -> None:
         turn = self._turns[bring.turn_id]

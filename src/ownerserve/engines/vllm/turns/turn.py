@@ -10,6 +10,7 @@ from ownerserve.engines.vllm.replay.replays import ResumeAt
 from ownerserve.engines.vllm.turns.prompts import HashedPrompt
 from ownerserve.engines.vllm.worker_commands import Tables
 from ownerserve.kv.wire.headers import NO_TURN_LINE, TurnLine, read_session_id
+from ownerserve.node.vocabulary.events import RestoreReport
 
 MAX_IN_FLIGHT = 64
 """Tokens that steps under way may be ahead of what the sequence holds: far fewer than a block."""
@@ -23,7 +24,7 @@ class TrackedRequest(msgspec.Struct, eq=False):
 
     Up to `hit` vLLM has range state, up to `window_hit` windows; up to `offer` state can be
     brought, and from `start` on it is computed. `resume`: where a replaying scheduler lets it go
-    on; `is_promised`: vLLM has been told so.
+    on; `is_promised`: vLLM has been told so. `report`: how the restore went, once it has ended.
     """
 
     request: Any
@@ -42,6 +43,7 @@ class TrackedRequest(msgspec.Struct, eq=False):
     is_told: bool = False
     tables: Tables = ()
     partial: set[int] = msgspec.field(default_factory=set)
+    report: RestoreReport | None = None
 
     @property
     def is_preempted(self) -> bool:

@@ -188,6 +188,7 @@ class WorkerSide:
                 stored_bytes=stored,
                 lost=() if lost is None else (lost,),
                 by_rank=((self._rank, stored),) if self._rank and stored else (),
+                brought=() if self._bringing is None else (self._bringing.take(),),
             )
             self._done = []
         return report
