@@ -23,7 +23,8 @@ class TransferCollector(Collector):
         yield _counter(
             "ownerserve_peer_looks",
             "Peers asked what they hold of a turn's session: found, nothing, parted (other tokens"
-            " than the prompt's), silent (no answer in time).",
+            " than the prompt's), silent (no answer in time), or why its ranks and ours do not fit"
+            " (transfer.layout.shards.Misfit).",
             labels=["answer"],
             values=counts.looks,
         )
