@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 
+import numpy as np
 import pytest
 
 from ownerserve.engines.vllm.stated_ranks import stated_ranks
 from ownerserve.node.transfers.roads import SHM, TCP
+from ownerserve.node.vocabulary.events import PeerRecord
 from ownerserve.transfer.layout.shards import Misfit
-from tests.support.node.lending_nodes import wanted
+from tests.support.node.lending_nodes import AGENT, PROMPT, SECTIONS, wanted
+from tests.support.node.lending_nodes import HEADS as LENT_HEADS
+from tests.support.node.storing_node import StoringNode, put_away
 from tests.support.vllm_parts.ranked import RECORDS, RankedEngine
 from tests.support.waits import until
 
@@ -50,6 +54,38 @@ def test_each_rank_brings_its_heads_of_what_the_ranks_of_another_engine_have(
         assert worker.pages.written == [worker.own_state(one) for one in RECORDS]
         size = sum(map(len, worker.pages.written)) * peers.brings["brought"]
         assert peers.brought_bytes == {road: size}, "no byte more than it has"
+
+
+@pytest.mark.parametrize("tier", ["device", "host memory"])
+def test_ranks_bring_their_heads_of_what_a_worker_with_all_of_them_has(
+    opened: Opened, tier: str
+) -> None:
+    """As an hf worker lends it, from its device and from below."""
+    far, near = opened("far", 2, heads=LENT_HEADS), StoringNode(None)
+    try:
+        if tier == "device":
+            near.turn(AGENT, PROMPT)
+            whole = {one: near.bytes_of(one) for one in RECORDS}
+        else:
+            whole = put_away(near)
+        load = far.offered(near)
+        assert load is not None
+        assert far.loads_at_last(load)
+        for worker in far.workers:
+            heads = worker.holders["dense"].own_heads
+            assert worker.pages.written == [
+                heads_of_record(one, whole[one], heads) for one in RECORDS
+            ]
+    finally:
+        near.close()
+
+
+def heads_of_record(record: PeerRecord, whole: bytes, heads: range) -> bytes:
+    """Those heads of a record that has all."""
+    arrays = np.frombuffer(whole, np.float32).reshape(
+        -1, *SECTIONS[record.component].parts[0].shape
+    )
+    return arrays[..., heads.start : heads.stop, :].tobytes()
 
 
 def test_what_one_rank_lacks_is_not_told(opened: Opened) -> None:

@@ -44,10 +44,10 @@ from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.store.format.model import Meta
 from ownerserve.store.tiers.backend import Reservation
-from tests.support.node.lending_nodes import AGENT, IDENTITY, PROMPT, B, cells, nobody, wanted
+from tests.support.node.lending_nodes import AGENT, IDENTITY, PROMPT, B, Node, cells, nobody, wanted
 
 HEADS, LAYERS, DIM, BLOCKS = 4, 3, 4, 10
-PARTS = {"dense": ("keys", "values"), "swa": ("keys",)}
+PARTS = {"dense": ("k", "v"), "swa": ("k",)}
 ROWS = {"dense": B, "swa": 7}
 RECORDS = (
     PeerRecord("dense", 0, 4), PeerRecord("dense", 4, 8), PeerRecord("dense", 8, 10),
@@ -153,10 +153,11 @@ class RankedEngine:
         *,
         spec: bytes = bytes(32),
         roads: tuple[str, ...] = (SHM.name, TCP.name),
+        heads: int = HEADS,
     ) -> None:
-        self.ranks, self.roads, self._spec = ranks, roads, spec
+        self.ranks, self.roads, self._spec, self._heads = ranks, roads, spec, heads
         self.unit = RoutingUnit(WorkerId(name), 0, Incarnation(1))
-        self.sections = sections(max(1, HEADS // ranks))
+        self.sections = sections(max(1, heads // ranks))
         layout = Layout(
             B,
             (
@@ -198,7 +199,7 @@ class RankedEngine:
             spec=self._spec,
             block_tokens=B,
             at=(rank, self.ranks),
-            heads=dict.fromkeys(self.sections, HEADS),
+            heads=dict.fromkeys(self.sections, self._heads),
         )
 
     def between(self, work: Callable[[], object]) -> Future[object]:
@@ -218,7 +219,7 @@ class RankedEngine:
         tip = tip_of(self.names, AGENT, BLOCKS, digests=digests, points=(BLOCKS,))
         self.between(partial(self._sessions.copied, tip, 0.0)).result()
 
-    def offered(self, lender: RankedEngine) -> LoadInto | None:
+    def offered(self, lender: RankedEngine | Node) -> LoadInto | None:
         """A load of all that the lender was said to hold, as it goes to each rank; None: of that
         nothing is read."""
         peers, prefix = self.transfers.peers, wanted(lender.address)
