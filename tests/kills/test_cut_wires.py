@@ -905,6 +905,8 @@ CUT_AS_READ: dict[str, str] = {
     "said prefix_is.tip": _READ,
     "said prefix_is.ready_ms": "node/test_restores.py"
     "::test_a_peer_that_has_to_read_first_is_asked_where_that_is_soon_enough",
+    "said prefix_is.ranks": "engines/vllm/test_rank_peers.py"
+    "::test_each_rank_brings_its_heads_of_what_the_ranks_of_another_engine_have",
     "said moved.epoch": _TAKEN,
     "said moved.open_tokens": f"{_MOVES}::test_it_comes_back_with_all_that_its_owners_left",
     "said session_stands.epoch": _TAKEN,

@@ -3,15 +3,21 @@ there, verified, and a cold engine's answer."""
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from ownerserve.engines.vllm.stated_ranks import stated_ranks
+from ownerserve.kv.addresses import parse_endpoint
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import AskLine, LineIs, RpcRequest, Said, Status, StatusIs
 from ownerserve.node.rpc.server import RpcClient
 from ownerserve.node.transfers.counting import parse_name
+from tests.support.net import listening
 from tests.support.vllm import connectors, oracle, tiny
 from tests.support.vllm.fleet import VllmWorker
 from tests.support.vllm.rig import Rig, next_turn, settle
@@ -77,6 +83,60 @@ def test_a_turn_elsewhere_goes_on_from_what_was_stored_here(
     again = far.generate(last, session=AGENT)
     assert again.cached >= len(following) // B * B
     oracle.assert_same(family, rig.cold(family, last), again)
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs", "ours"),
+    [("qwen3", 2, 2), ("gemma3", 2, 2), ("qwen3", 1, 2), ("gemma3", 2, 1)],
+)
+def test_each_rank_brings_its_heads_of_what_ranks_elsewhere_have_stored(
+    rig: Rig, family: str, theirs: int, ours: int, tmp_path: Path
+) -> None:
+    near_store, far_store = tmp_path / "near", tmp_path / "far"
+    near = rig.worker(family, connectors.ours(near_store), tensor_parallel_size=theirs)
+    far = rig.worker(family, connectors.ours(far_store), tensor_parallel_size=ours)
+    prompt = tiny.prompt(500, seed=94)
+    first = near.generate(prompt, session=AGENT)
+    settle(near)
+    following = next_turn(prompt, first, seed=11)
+    named(far_store, lender(near_store))
+    brought = far.generate(following, session=AGENT)
+    assert brought.cached >= 500 // B * B, "what was stored elsewhere is not computed again"
+    oracle.assert_same(family, rig.cold(family, following), brought)
+
+
+def rank_process(worker: VllmWorker, shard: Path) -> int:
+    """The process of the worker's rank whose store that is."""
+    (stated,) = stated_ranks([shard])
+    _, port = parse_endpoint(stated.lender.address, field="rank", mend="")
+    return min(one.pid for one in listening(worker.pid) if one.port == port)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_one_rank_that_is_silent_or_dead_costs_time_and_no_answer(
+    rig: Rig, sent: signal.Signals, tmp_path: Path
+) -> None:
+    near_store, far_store = tmp_path / "near", tmp_path / "far"
+    near = rig.worker("qwen3", connectors.ours(near_store), tensor_parallel_size=2)
+    far = rig.worker("qwen3", connectors.ours(far_store), tensor_parallel_size=2)
+    prompt = tiny.prompt(500, seed=95)
+    first = near.generate(prompt, session=AGENT)
+    settle(near)
+    following = next_turn(prompt, first, seed=12)
+    holder, silent = lender(near_store), rank_process(near, near_store / "shard-1-of-2")
+    os.kill(silent, sent)
+    try:
+        named(far_store, holder)
+        computed = far.generate(following, session=AGENT)
+        assert computed.cached == 0, "one rank's part is no state"
+        oracle.assert_same("qwen3", rig.cold("qwen3", following), computed)
+        settle(far)
+        if sent == signal.SIGSTOP:  # who is killed ends its whole engine, at once or a bit later
+            assert far.hook("connector_status")["restore_miss"] == 1, "all was offered, and tried"
+        far.ask("reset")  # which vLLM refuses while a block is held
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(silent, signal.SIGCONT)
 
 
 def test_who_is_gone_or_holds_nothing_costs_time_and_no_answer(rig: Rig, tmp_path: Path) -> None:

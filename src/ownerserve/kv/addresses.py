@@ -13,6 +13,8 @@ LAST_PORT = 65535
 KEYED, PLAIN = "curve://", "tcp://"
 """What an address of ours begins with: it wants the fleet's keys (kv/wire/curve.py), or it does
 not."""
+EVERYWHERE = ("0.0.0.0", "::", "[::]")
+"""Hosts that stand for all addresses of a machine: nobody else reaches it by these."""
 
 
 def parse_address(text: str, *, field: str, mend: str) -> tuple[str, int]:

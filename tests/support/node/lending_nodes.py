@@ -22,6 +22,7 @@ from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
+from ownerserve.node.transfers.ranks import holders_of
 from ownerserve.node.transfers.roads import ROADS
 from ownerserve.node.vocabulary.chains import Chains, prefix_of
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord
@@ -96,8 +97,9 @@ class Node:
         )
         self._thread = ThreadPoolExecutor(1, "engine")
         self._readers = ThreadPoolExecutor(1, "store-read")
-        self.transfers.start(self.between)
         self.rpc = RpcServer()
+        self.transfers.state(holders_of(SECTIONS, spec=IDENTITY.spec_digest, block_tokens=B))
+        self.transfers.start(self.between, rpc=self.rpc.address)
         self._pending_tokens = pending_tokens
         self.rpc.start(self.transfers.answering(self._load))
         self.address = LenderAddress(self.unit, self.rpc.address)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ownerserve.kv.frame import CONV, DENSE, MLA, RECURRENT, PayloadPart, PayloadSection
+from ownerserve.kv.wire.holders import Holder
 from ownerserve.transfer.layout.arrays import Pool
 from ownerserve.transfer.layout.known import LAYOUTS
 from ownerserve.transfer.layout.places import RegionPlaces
-from ownerserve.transfer.layout.shards import HeadAsk, Holder, Misfit, asks
+from ownerserve.transfer.layout.shards import HeadAsk, Misfit, asks
 from ownerserve.transfer.vocabulary import FramePiece, Runs
 
 SPEC, TOKENS, LAYERS, DIM = b"s" * 32, 4, 2, 3
@@ -102,6 +103,7 @@ def with_part(**changes: Any) -> dict[str, Any]:
         (with_part(name="values"), Misfit.OTHER_SECTION),
         (with_part(dtype="bfloat16"), Misfit.OTHER_SCALAR),
         (with_part(shape=(LAYERS + 1, TOKENS, 4, DIM)), Misfit.OTHER_LAYERS),
+        (with_part(shape=()), Misfit.OTHER_SHAPE),
         (with_part(shape=(LAYERS, TOKENS, 4, DIM + 1)), Misfit.OTHER_SHAPE),
         (with_part(shape=(LAYERS, TOKENS + 1, 4, DIM)), Misfit.OTHER_SHAPE),
         (with_part(shape=(LAYERS, TOKENS, 3, DIM)), Misfit.OTHER_HEADS),

@@ -51,6 +51,7 @@ from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.node.storage.media import DEFAULT_WRITE
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
+from ownerserve.node.transfers.ranks import holders_of
 from ownerserve.node.vocabulary.chains import PromptPrefixes
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -230,6 +231,8 @@ def _transfers(
     block = runner.layout.block_tokens
     transfers = NodeTransfers(unit, lending, sections, block_tokens=block, place=place)
     tiers = node.add_peers(transfers.peers)
+    spec = state.names.identity.spec_digest
+    transfers.state(holders_of(sections, spec=spec, block_tokens=block))
     transfers.lend_stored(state.names, state.residency, tiers, prices=state.costs.prices)
     metrics.registry.register(TransferCollector(transfers))
     return transfers

@@ -14,7 +14,7 @@ from uuid import uuid4
 import msgspec
 
 from ownerserve.engines.vllm import compat, identity
-from ownerserve.engines.vllm.layout import shape
+from ownerserve.engines.vllm.layout import shape, whole
 from ownerserve.engines.vllm.layout.codec import PageCodec
 from ownerserve.engines.vllm.layout.shape import StateShape
 from ownerserve.engines.vllm.ranks import Ranks
@@ -24,7 +24,12 @@ from ownerserve.engines.vllm.replay.replays import ReplayLengths, Replays
 from ownerserve.engines.vllm.scheduler_side.device import EngineDevice
 from ownerserve.engines.vllm.scheduler_side.events import ResidencyEvents
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
-from ownerserve.engines.vllm.scheduler_side.lending import HeldSessions, LentShard
+from ownerserve.engines.vllm.scheduler_side.lending import (
+    HeldSessions,
+    LentShard,
+    LentShards,
+    RankedTransfers,
+)
 from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
 from ownerserve.engines.vllm.scheduler_side.measure import ConnectorObserver
 from ownerserve.engines.vllm.scheduler_side.node_rpc import EngineLimits, NodeRpcHandler, limits_of
@@ -41,16 +46,27 @@ from ownerserve.engines.vllm.served import NotServed, check_config, check_parall
 from ownerserve.engines.vllm.settings import ConnectorSettings, decode
 from ownerserve.engines.vllm.tenants import Tenants
 from ownerserve.engines.vllm.turns.prompts import Prompts
+from ownerserve.engines.vllm.worker_side.lending import RankForms, RankLending
 from ownerserve.engines.vllm.worker_side.stage import Stage
 from ownerserve.engines.vllm.worker_side.streams import host_runtime, stream_of
-from ownerserve.engines.vllm.worker_side.worker import WorkerSide
+from ownerserve.engines.vllm.worker_side.worker import BringsHere, WorkerSide
 from ownerserve.kv.errors import InvalidInput, OwnerServeError
-from ownerserve.kv.frame import CONV, DENSE, FORMAT, RECURRENT, WINDOW, PayloadPart, PayloadSection
+from ownerserve.kv.frame import (
+    CONV,
+    DENSE,
+    FORMAT,
+    RECURRENT,
+    WINDOW,
+    Payload,
+    PayloadPart,
+    PayloadSection,
+)
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import Identity
 from ownerserve.kv.registry import build_spec
 from ownerserve.kv.specs import Coverage, ModelSpec
+from ownerserve.kv.wire.holders import Holder
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.ownership.inventory import Inventory, kinds_of
 from ownerserve.node.ownership.ownership import Ownership
@@ -58,10 +74,12 @@ from ownerserve.node.retention.saves import Capture, SaveLimits, Saves
 from ownerserve.node.runtime.node_runtime import Calibration
 from ownerserve.node.runtime.stating import speed_statement, tier_statements
 from ownerserve.node.storage.adopting import take_over_at_start
-from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.storage.backing import Backing, open_backing
 from ownerserve.node.transfers.bringing import Bringing
 from ownerserve.node.transfers.counting import named
 from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
+from ownerserve.node.transfers.ranks import holders_of
+from ownerserve.node.transfers.stored_looks import StoredLooks
 from ownerserve.node.vocabulary.operations import Operations
 from ownerserve.node.vocabulary.records import LeadForm, RecordNames, descriptors
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -146,7 +164,7 @@ class ConnectorParts:
         it."""
         cache = self.home / "weights.json"
         return identity.identity_of(
-            self.config, self.shape.payload, weights=self.settings.weights, cache=cache
+            self.config, whole_of(self), weights=self.settings.weights, cache=cache
         )
 
     @cached_property
@@ -154,8 +172,7 @@ class ConnectorParts:
         """`calibration` is what loads and prompts cost here, kept beside the store."""
         if self.settings.restores == "always":
             return Calibration(None, ALWAYS)
-        name = f"costs-{self.identity.digest().hex()[:16]}.json"
-        return Calibration(self.home / name)
+        return Calibration(file_of(self, "costs", "json"))
 
     @cached_property
     def replays(self) -> Replays:
@@ -362,20 +379,24 @@ def holding(parts: ConnectorParts) -> Holding:
     return Holding(
         parts.names(parts.identity),
         parts.ranks.shards(parts.store),
-        parts.home / f"sessions-{parts.identity.digest().hex()[:16]}.jsonl",
+        file_of(parts, "sessions", "jsonl"),
         can_replay=parts.abilities().can_replay,
     )
 
 
-def place_of(parts: ConnectorParts) -> TransferPlace | None:
-    """Return where peers read this engine, and by which roads it reads them; None where neither is
-    done: by the settings, or since a rank has but its part of what a peer would read."""
-    settings = parts.settings
-    if not settings.lend_bytes or parts.ranks.workers > 1 or parts.not_served:
+def place_of(parts: ConnectorParts, rank: int = 0) -> TransferPlace | None:
+    """Return where peers read a rank of this engine, and by which roads it reads them; None where
+    neither is done: by the settings, or since a stage has but its layers of what a peer would
+    read."""
+    settings, ranks = parts.settings, parts.ranks
+    if not settings.lend_bytes or ranks.stages > 1 or parts.not_served:
         return None
+    # Each of several ranks is asked at a port of its own too, behind that at which it is read.
+    behind = ranks.data_parallel * ranks.tensor + rank
+    behind *= 2 if ranks.tensor > 1 else 1
     return transfer_place(
         settings.transfer_host,
-        settings.transfer_port and settings.transfer_port + parts.ranks.data_parallel,
+        settings.transfer_port and settings.transfer_port + behind,
         settings.curve_key_file,
         lend_bytes=settings.lend_bytes,
     )
@@ -386,24 +407,87 @@ def sections_of(parts: ConnectorParts) -> dict[str, PayloadSection]:
     return {name: at.section for name, at in parts.shape.components.items()}
 
 
-def bringing_of(parts: ConnectorParts) -> Bringing | None:
-    """Make what brings of peers in the worker's process; its thread starts."""
-    place, block = place_of(parts), parts.layout.block_tokens
+def heads_of(parts: ConnectorParts) -> dict[str, int]:
+    """Count the model's heads, over all tensor-parallel ranks, by component."""
+    ranks = parts.ranks.tensor
+    kv_heads = compat.kv_heads(parts.config) if ranks > 1 else 1
+    return whole.model_heads(sections_of(parts).values(), ranks=ranks, kv_heads=kv_heads)
+
+
+def whole_of(parts: ConnectorParts) -> Payload:
+    """Return the state of all tensor-parallel ranks, by which it is named: however many they
+    are."""
+    payload, ranks = parts.shape.payload, parts.ranks.tensor
+    return payload if ranks == 1 else whole.whole(payload, heads_of(parts), ranks=ranks)
+
+
+def holders(parts: ConnectorParts, rank: int) -> dict[str, Holder]:
+    """Return what one tensor-parallel rank states of itself to peers."""
+    return holders_of(
+        sections_of(parts),
+        spec=whole_of(parts).digest(),
+        block_tokens=parts.layout.block_tokens,
+        at=(rank, parts.ranks.tensor),
+        heads=heads_of(parts),
+    )
+
+
+def file_of(parts: ConnectorParts, name: str, suffix: str) -> Path:
+    """Return where the engine core keeps something about the state that it names: another number of
+    ranks has other stores, and other costs."""
+    ranks = f"-of-{parts.ranks.tensor}" if parts.ranks.tensor > 1 else ""
+    return parts.home / f"{name}-{parts.identity.digest().hex()[:16]}{ranks}.{suffix}"
+
+
+def bringing_of(parts: ConnectorParts, place: TransferPlace) -> Bringing:
+    """Make what brings of peers in a process that lends nothing; its thread starts."""
+    block = parts.layout.block_tokens
+    bringing = Bringing(unit_of(parts), sections_of(parts), block_tokens=block, place=place)
+    bringing.peers.own = tuple(holders(parts, rank) for rank in range(parts.ranks.tensor))
+    return bringing
+
+
+def rank_transfers(parts: ConnectorParts, backing: Backing, directory: Path) -> BringsHere | None:
+    """Make what brings of peers in a rank's process, and lends what the rank has stored, if it is
+    one of several: else the scheduler's process lends. None where neither is done."""
+    rank = compat.tensor_rank()
+    place = place_of(parts, rank)
     if place is None:
         return None
-    return Bringing(unit_of(parts), sections_of(parts), block_tokens=block, place=place)
+    if parts.ranks.tensor == 1:
+        return bringing_of(parts, place)
+    unit, forms = unit_of(parts), RankForms(descriptors_of(parts.shape), sections_of(parts))
+    # Who reads several ranks tells them apart by their names, as it does workers.
+    unit = msgspec.structs.replace(unit, worker=WorkerId(f"{unit.worker}.rank-{rank}"))
+    try:
+        return RankLending(
+            unit, holders(parts, rank), backing.tiers, forms=forms, place=place, directory=directory
+        )
+    except OSError as error:
+        log.warning("%s; nothing is lent or brought", error)
+        return None
 
 
-def transfers_of(parts: ConnectorParts, unit: RoutingUnit, kept: Holding) -> NodeTransfers | None:
-    """Open the port where peers read what this engine has stored; None where nothing is lent."""
+def transfers_of(
+    parts: ConnectorParts, unit: RoutingUnit, kept: Holding
+) -> NodeTransfers | RankedTransfers | None:
+    """Open what tells peers what this engine has stored, and the port where they read it, unless
+    its ranks have theirs; None where nothing is lent."""
     place, sections = place_of(parts), sections_of(parts)
     if place is None:
         return None
     block, first = parts.layout.block_tokens, parts.calibration.model.prices()
+    names, directories = parts.names(parts.identity), parts.ranks.shards(parts.store)
+    sessions = HeldSessions(kept)
+    if parts.ranks.tensor > 1:
+        shards = LentShards(directories)
+        looks = StoredLooks(names, sessions, shards, prices=lambda: kept.prices or first)
+        return RankedTransfers(bringing_of(parts, place), looks, shards)
+    (directory,) = directories
     transfers = NodeTransfers(unit, None, sections, block_tokens=block, place=place)
-    (directory,) = parts.ranks.shards(parts.store)
-    shard, names = LentShard(directory), parts.names(parts.identity)
-    transfers.lend_stored(names, HeldSessions(kept), shard, prices=lambda: kept.prices or first)
+    shard = LentShard(directory)
+    transfers.state(holders(parts, 0))
+    transfers.lend_stored(names, sessions, shard, prices=lambda: kept.prices or first)
     transfers.stopped = shard.close
     return transfers
 
@@ -529,8 +613,8 @@ def worker_side(parts: ConnectorParts, kv_caches: dict[str, Any]) -> WorkerSide:
         stage=stage_of(parts) if parts.ranks.stages > 1 else None,
         rank=str(directory.relative_to(parts.home)) if parts.ranks.workers > 1 else "",
     )
-    if backing is not None and (bringing := bringing_of(parts)) is not None:
-        side.bring_by(bringing)
+    if backing is not None and (brings := rank_transfers(parts, backing, directory)) is not None:
+        side.bring_by(brings)
     return side
 
 
@@ -538,9 +622,14 @@ def stage_of(parts: ConnectorParts) -> Stage:
     """Return what this worker's pipeline stage keeps, and how its records are described."""
     shape = parts.shape
     return Stage(
-        descriptors(shape.layout(), arrays_of(shape), form=FORMAT),
+        descriptors_of(shape),
         {name: len(at.groups) for name, at in shape.components.items()},
     )
+
+
+def descriptors_of(shape: StateShape) -> dict[str, bytes]:
+    """Return how a worker's own records are described, by component."""
+    return descriptors(shape.layout(), arrays_of(shape), form=FORMAT)
 
 
 def arrays_of(shape: StateShape) -> dict[str, tuple[PayloadPart, ...]]:

@@ -206,6 +206,11 @@ def tensor_rank() -> int:
     return int(get_tensor_model_parallel_rank())
 
 
+def kv_heads(vllm_config: Any) -> int:
+    """Return how many heads of keys and values the model has, over all ranks."""
+    return int(vllm_config.model_config.get_total_num_kv_heads())
+
+
 def pipeline_stage() -> int:
     """Return this worker's pipeline stage."""
     from vllm.distributed import get_pp_group

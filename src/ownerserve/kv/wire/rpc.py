@@ -25,6 +25,7 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.wire.framed import open_frame
 from ownerserve.kv.wire.headers import AnswerLine, LenderAddress
+from ownerserve.kv.wire.holders import LendingRank
 from ownerserve.kv.wire.inventory import Page
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import ProfileStatement, WorkerLoad
@@ -299,12 +300,14 @@ class PageIs(msgspec.Struct, frozen=True, tag="page_is"):
 class PrefixIs(msgspec.Struct, frozen=True, tag="prefix_is", omit_defaults=True):
     """PrefixIs answers `AskPrefix`: `tokens` from the beginning could be lent, in whole blocks,
     whose prefix hash is `tip`, and point state at each of `points` (tokens, ascending). What is not
-    on the device is read first, which takes some `ready_ms`; 0: all of it is there."""
+    on the device is read first, which takes some `ready_ms`; 0: all of it is there. `ranks`: who
+    lends it, each its own part; empty: who answers does, whole."""
 
     tokens: int
     points: tuple[int, ...] = ()
     tip: bytes = b""
     ready_ms: float = 0.0
+    ranks: tuple[LendingRank, ...] = ()
 
 
 class LenderSays(msgspec.Struct, frozen=True, tag="lender_says", omit_defaults=True):

@@ -59,7 +59,8 @@ COUNTED = (
     TransferCounter(
         "ownerserve_peer_looks",
         "Peers asked what they hold of a turn's session: found, nothing, parted (other tokens"
-        " than the prompt's), silent (no answer in time).",
+        " than the prompt's), silent (no answer in time), or why its ranks and ours do not fit"
+        " (transfer.layout.shards.Misfit).",
         "looks",
         label="answer",
     ),

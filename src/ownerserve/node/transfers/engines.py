@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ownerserve.kv.addresses import EVERYWHERE
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.regions import Region
 from ownerserve.kv.units import MIB
 from ownerserve.node.transfers.read_arena import ReadArena
-from ownerserve.node.transfers.roads import EVERYWHERE, MOONCAKE, NIXL
+from ownerserve.node.transfers.roads import MOONCAKE, NIXL
 from ownerserve.transfer.movers.engines import load_engine
 from ownerserve.transfer.movers.mooncake import OpenMooncake
 from ownerserve.transfer.movers.nixl import OpenNixl

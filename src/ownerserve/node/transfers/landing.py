@@ -2,13 +2,16 @@
 
     one area a component   | unit | unit | ... |    artifacts one behind another
 
-Owns the memory, and lets go of it when nobody can write there any more.
+Owns the memory, and lets go of it when nobody can write there any more: each that brings a share of
+it keeps it for as long as it may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 
+import msgspec
 import numpy as np
 
 from ownerserve.kv.frame import ITEM_BYTES, Lane, PayloadSection
@@ -26,6 +29,8 @@ class Landing:
     ) -> None:
         self._areas: dict[str, tuple[np.ndarray, RegionPlaces]] = {}
         self._at: dict[bytes, tuple[str, int, int]] = {}
+        self.own_heads: Mapping[bytes, tuple[int, int]] = {}
+        """Which heads of ours come of an artifact, where who lends counts them otherwise."""
         units: dict[str, int] = {}
         for one in artifacts:
             first = units.get(one.component, 0)
@@ -39,7 +44,16 @@ class Landing:
     def runs(self, piece: FramePiece) -> Runs:
         """Return where the piece goes. Raises KeyError for an artifact that is not awaited."""
         component, first, units = self._at[piece.artifact]
+        if (own := self.own_heads.get(piece.artifact)) is not None:
+            piece = msgspec.structs.replace(piece, first_head=own[0], end_head=own[1])
         return self._areas[component][1].runs(piece, (np.arange(first, first + units),))
+
+    def share(self, own_heads: Mapping[bytes, tuple[int, int]]) -> Landing:
+        """Return the landing as one of the lender's ranks is read into it, which counts heads
+        otherwise: what comes of it are our heads [first, end) of each artifact; both 0: all."""
+        shared = copy(self)
+        shared.own_heads = own_heads
+        return shared
 
     def data(self, piece: FramePiece) -> memoryview:
         """Return the bytes of the piece's units, as records have them, padding included."""

@@ -1,5 +1,6 @@
 """Lenders are the two ways in which a node lends: what lies on its device, by the cache's tickets
-(lending.py), and what lies below it, read into a stage (stored_lends.py). The device comes first.
+(lending.py), and what lies below it (stored_looks.py), read into a stage (stored_lends.py). The
+device comes first.
 
 Whose a ticket is its number tells (FIRST_TICKET). The calls are `Lending`'s.
 """
@@ -10,9 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import cast
 
+import msgspec
+
+from ownerserve.kv.wire.holders import LendingRank
 from ownerserve.kv.wire.rpc import AskPrefix, PrefixIs, RpcAnswer
 from ownerserve.node.transfers.lending import Lending, SessionHint, memory_of
-from ownerserve.node.transfers.stored_lends import FIRST_TICKET, StoredLends, StoredPrefix
+from ownerserve.node.transfers.stored_lends import FIRST_TICKET, StoredLends
+from ownerserve.node.transfers.stored_looks import StoredLooks, StoredPrefix
 from ownerserve.transfer.control.events import LendNotOpened, LendOpened, OpenLend
 from ownerserve.transfer.control.messages import NO_TURN, LendRefusal
 from ownerserve.transfer.movers.peers import own_name
@@ -29,11 +34,14 @@ def no_engine(work: Callable[[], object]) -> Future[object]:
 
 class Lenders:
     """`Lenders` are one node's; `device` None: nothing on it is lent. `stored` None: nothing below
-    it is."""
+    it is; `looks` None: nor is it told. `ranks` gives who lends what is told, each its own part;
+    none: this node, whole."""
 
     def __init__(self, device: Lending | None) -> None:
         self.device = device
         self.stored: StoredLends | None = None
+        self.looks: StoredLooks | None = None
+        self.ranks: Callable[[], tuple[LendingRank, ...]] = tuple
         self._process = own_name()
 
     # -- on the engine's thread ----------------------------------------------------------------
@@ -71,10 +79,14 @@ class Lenders:
                 answer.set_exception(error)
                 return
             on_device, behind = cast("tuple[PrefixIs, StoredPrefix | None]", done.result())
-            if behind is None or self.stored is None:
-                answer.set_result(on_device)
+            if behind is None or self.looks is None:
+                tell(on_device)
             else:
-                self.stored.look(behind, on_device, told=answer.set_result)
+                self.looks.look(behind, on_device, told=tell)
+
+        def tell(found: PrefixIs) -> None:
+            ranks = self.ranks() if found.tokens else ()
+            answer.set_result(msgspec.structs.replace(found, ranks=ranks))
 
         on_engine(lambda: self._prefix(asked)).add_done_callback(held)
         return answer
@@ -116,7 +128,7 @@ class Lenders:
 
     def _prefix(self, asked: AskPrefix) -> tuple[PrefixIs, StoredPrefix | None]:
         held = PrefixIs(0) if self.device is None else self.device.prefix(asked)
-        behind = None if self.stored is None else self.stored.behind(asked, held)
+        behind = None if self.looks is None else self.looks.behind(asked, held)
         if behind is not None and self.device is not None:
             # What is here may have been edited since the last copy: that one is of no use then.
             is_same = self.device.begins(asked, behind.records.tip.ends)

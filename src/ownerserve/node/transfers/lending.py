@@ -284,7 +284,7 @@ class Lending:
 
 
 def serves(ranks: Sequence[ReaderRank]) -> bool:
-    """Tell whether one rank here serves them: one too, with all heads."""
+    """Tell whether one rank here serves them: one too. Which heads it reads its pieces say."""
     return len(ranks) == 1 and (ranks[0].first_head, ranks[0].end_head) == ALL_HEADS
 
 

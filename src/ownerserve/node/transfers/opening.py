@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.kv.addresses import parse_endpoint
+from ownerserve.kv.addresses import EVERYWHERE, parse_endpoint
 from ownerserve.kv.errors import InvalidInput, OwnerServeError
 from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.listening import LOOPBACK
@@ -21,6 +21,7 @@ from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.units import GIB
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.holders import LendingRank
 from ownerserve.kv.wire.rpc import (
     AskLender,
     AskPrefix,
@@ -40,14 +41,16 @@ from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.moves import LeavingSessions, MovingEngine, MovingNode, Takes
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
-from ownerserve.node.transfers.roads import EVERYWHERE, READV, ROADS, NodeRoads, kinds_of
+from ownerserve.node.transfers.ranks import RankHolders
+from ownerserve.node.transfers.roads import READV, ROADS, NodeRoads, kinds_of
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import SourceSide
 from ownerserve.node.transfers.stage import LendStage
-from ownerserve.node.transfers.stored_lends import (
+from ownerserve.node.transfers.stored_lends import FindRecord, LentStore, RecordForms, StoredLends
+from ownerserve.node.transfers.stored_looks import (
     LENT_TIERS,
-    LentStore,
-    StoredLends,
+    StandingRecords,
+    StoredLooks,
     StoredSessions,
 )
 from ownerserve.node.transfers.suspending import Suspensions
@@ -118,6 +121,10 @@ def digests_of(place: TransferPlace) -> Digests:
         problem = "blake3 is made under the fleet's key, and there is none"
         raise InvalidInput("transfer-digest", problem, "give --curve-key-file")
     return fleet_digests(transfer_key(place.key).secret)
+
+
+class LentMedia(StandingRecords, LentStore, Protocol):
+    """`LentMedia` are what a node has below its device: what stands there is told, and lent."""
 
 
 class NodeTransfers:
@@ -194,7 +201,7 @@ class NodeTransfers:
         self,
         names: RecordNames,
         sessions: StoredSessions,
-        store: LentStore,
+        store: LentMedia,
         *,
         prices: Callable[[], Prices],
     ) -> None:
@@ -202,10 +209,20 @@ class NodeTransfers:
         before `start`."""
         if not self._place.stage_bytes:
             return
+        looks = self._lenders.looks = StoredLooks(names, sessions, store, prices=prices)
+        self.lend_records(names, looks.find, store)
+
+    def lend_records(self, forms: RecordForms, find: FindRecord, store: LentStore) -> None:
+        """Lend of `store` what is found, and tell nobody what that is; call it before `start`."""
         stage = LendStage(self._sections, self._place.stage_bytes)
-        stored = StoredLends(names, sessions, store, stage=stage, prices=prices)
+        stored = StoredLends(forms, find, store, stage=stage)
         stored.address, stored.tell = self.address, self._tell_source
         self._lenders.stored = stored
+
+    def state(self, holders: RankHolders) -> None:
+        """State what this node keeps, which peers of other ranks read a part of; call it before
+        `start`."""
+        self.peers.own = (holders,)
 
     def move_sessions(self, cache: HeteroCache, engine: MovingEngine, node: MovingNode) -> None:
         """Have idle sessions move to peers and from them; call it before `start`."""
@@ -223,7 +240,9 @@ class NodeTransfers:
         that stands for all of this machine's: they can't."""
         self._on_engine = on_engine
         if rpc and not any(host in rpc for host in EVERYWHERE):
-            self.peers.orders.own = LenderAddress(self._unit, rpc)
+            self.peers.orders.own = own = LenderAddress(self._unit, rpc)
+            stated = tuple(LendingRank(own, tuple(one.values())) for one in self.peers.own)
+            self._lenders.ranks = lambda: stated
         self.service.start()
         self._is_started = True
 
@@ -232,6 +251,8 @@ class NodeTransfers:
         self.service.stop()
         self._server.close()
         self._engines.close()
+        if self._lenders.looks is not None:
+            self._lenders.looks.close()
         if self._lenders.stored is not None:
             self._lenders.stored.close()
         self.stopped()

@@ -10,6 +10,7 @@ Both wait, on the store's threads. A look is a hint: what the peer holds may go 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,18 @@ from threading import Lock
 
 import msgspec
 
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.frame import PayloadSection
-from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.ids import SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.holders import LendingRank
 from ownerserve.kv.wire.rpc import PrefixIs
+from ownerserve.node.transfers.landing import Landing
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.orders import Orders
 from ownerserve.node.transfers.part_bring import PartBring
+from ownerserve.node.transfers.ranks import RankHolders, is_whole, misfit, reached, shares
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord
 from ownerserve.plan.cost.events import Loaded
@@ -43,7 +48,10 @@ from ownerserve.store.format.model import (
 )
 from ownerserve.transfer.control.events import BringEnd, BringOver, WantedArtifact
 from ownerserve.transfer.control.messages import NO_TURN
+from ownerserve.transfer.layout.shards import Misfit
 from ownerserve.transfer.vocabulary import FramePiece
+
+log = logging.getLogger("ownerserve.transfer")
 
 OFFERS_KEPT = 65536
 TOLD_S, TOLD_KEPT = 1.0, 64
@@ -58,7 +66,8 @@ _Asked = tuple[LenderAddress, SessionId, int]
 
 class PeerOffer(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A `PeerOffer` is a record that `lender` is said to hold, among the first `tokens` tokens.
-    It has it at hand in `ready_ms`; `turn_id`: its turn computes it until then."""
+    It has it at hand in `ready_ms`; `turn_id`: its turn computes it until then. `ranks`: who lends
+    it, each its own part; empty: the lender does, whole."""
 
     prefix: PeerPrefix
     lender: LenderAddress
@@ -66,6 +75,7 @@ class PeerOffer(msgspec.Struct, frozen=True, eq=False, gc=False):
     tokens: int
     turn_id: TurnId = NO_TURN
     ready_ms: float = 0.0
+    ranks: tuple[LendingRank, ...] = ()
 
 
 class Peers:
@@ -85,6 +95,8 @@ class Peers:
         self.ordered_bytes: Counter[str] = Counter()
         self.timings: deque[Loaded] = deque(maxlen=256)
         self.orders = Orders(service)
+        self.own: tuple[RankHolders, ...] = ()
+        """What each of our ranks keeps that will read what is offered here; empty: one, of all."""
         self._service = service
         self._sections = sections
         self._block = block_tokens
@@ -94,6 +106,7 @@ class Peers:
         """Parts that will be read, of brings of several."""
         self._reading: dict[tuple[Want, ...], PartBring] = {}
         self._lock = Lock()
+        self._said: set[Misfit] = set()
 
     def look(self, prefix: PeerPrefix) -> dict[bytes, float]:
         """Return which of the records that the prefix is cut into its peer could lend, and in how
@@ -108,18 +121,41 @@ class Peers:
         if not depth or prefix.digests[depth - 1] != held.tip:
             self.looks["parted"] += 1  # another prefix, or one that went on since
             return {}
+        ranks = self._fitting(prefix, held, lender)
+        if ranks is None:
+            return {}
         points = {position // self._block for position in held.points}
         turn_id, ready_ms = NO_TURN, held.ready_ms
         if order is not None and order.accepted is not None:
             turn_id, ready_ms = order.accepted.turn_id, order.accepted.ready_ms
         offers = {
-            id_: PeerOffer(prefix, lender, record, held.tokens, turn_id, ready_ms)
+            id_: PeerOffer(prefix, lender, record, held.tokens, turn_id, ready_ms, ranks)
             for id_, record in prefix.records.items()
             if self._is_held(record, depth, points, grid=prefix.grid_blocks)
         }
         self.looks["found"] += 1
         self.learn(offers)
         return dict.fromkeys(offers, 0.0 if order is not None else ready_ms)
+
+    def _fitting(
+        self, prefix: PeerPrefix, held: PrefixIs, lender: LenderAddress
+    ) -> tuple[LendingRank, ...] | None:
+        """Return the lender's ranks, as they are reached from here; None, counted by the reason,
+        where they and ours do not fit each other."""
+        components = {record.component for record in prefix.records.values()}
+        why = misfit(self.own, held.ranks, components)
+        try:
+            ranks = reached(held.ranks, lender)
+        except InvalidInput as error:
+            log.warning("nothing is read of %s: %s", lender.unit.worker, error)
+            ranks, why = (), Misfit.MISSING_RANKS
+        if why is None:
+            return ranks
+        self.looks[why] += 1
+        if why not in self._said:
+            self._said.add(why)
+            log.warning("nothing is read of %s, of %d ranks: %s", *_who(lender, held), why)
+        return None
 
     def _held(self, prefix: PeerPrefix) -> PrefixIs | None:
         """Return what the peer says; a restore looks several times, and the peer is asked once."""
@@ -216,20 +252,45 @@ class Peers:
             coming.ready_ms = offer.ready_ms
         coming.began_s = time.perf_counter()
         try:
-            coming.over = self._service.bring(
-                coming.wanted,
-                offer.lender,
-                hint,
-                landed=coming.landed,
-                compute_ms=may_ms,
-                turn_id=offer.turn_id,
-            )
+            if not is_whole(self.own, offer.ranks):
+                coming.over = self._of_ranks(coming, offer, hint, may_ms)
+            else:
+                coming.over = self._service.bring(
+                    coming.wanted,
+                    offer.lender,
+                    hint,
+                    landed=coming.landed,
+                    compute_ms=may_ms,
+                    turn_id=offer.turn_id,
+                )
         except RuntimeError:  # the loop has ended
+            return False
+        if coming.over is None:
             return False
         coming.over.add_done_callback(partial(self._count, coming))
         if coming.is_stopped:  # meanwhile
             coming.over.cancel()
         return True
+
+    def _of_ranks(
+        self, coming: PartBring, offer: PeerOffer, hint: SessionHint, may_ms: float
+    ) -> Future[BringOver] | None:
+        """Begin to bring a part from those of the lender's ranks that have what this rank needs of
+        it; None: they do not fit."""
+        wanted = coming.wanted[0]
+        fits = len(self.own) == len(coming.wanted) == 1  # in parts comes what one rank computes
+        found = shares(self.own[0], offer.ranks, wanted) if fits else Misfit.MISSING_RANKS
+        if isinstance(found, Misfit):  # since the look
+            self.looks[found] += 1
+            log.warning("nothing is read of %s: %s", offer.lender.unit.worker, found)
+            return None
+        return self._service.bring_shares(
+            found,
+            hint,
+            landing=Landing(wanted, dict(self._sections)),
+            landed=coming.landed,
+            compute_ms=may_ms,
+        )
 
     def _count(self, coming: PartBring, ended: Future[BringOver]) -> None:
         """Count what came of a bring, as it ends."""
@@ -286,6 +347,10 @@ def _slim(offer: PeerOffer) -> PeerOffer:
     """Return the offer without what only a look needs."""
     prefix = msgspec.structs.replace(offer.prefix, digests=(), records={})
     return msgspec.structs.replace(offer, prefix=prefix)
+
+
+def _who(lender: LenderAddress, held: PrefixIs) -> tuple[WorkerId, int]:
+    return lender.unit.worker, max(1, len(held.ranks))
 
 
 def _meta(want: Want, component: str) -> Meta:

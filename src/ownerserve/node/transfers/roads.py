@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ownerserve.kv.addresses import parse_address
+from ownerserve.kv.addresses import EVERYWHERE, parse_address
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.node.transfers.memory import LenderPlaces
 from ownerserve.node.transfers.read_arena import ReadArena
@@ -37,7 +37,6 @@ NIXL = Road("nixl", is_fenced=False, is_signed=False)
 ROADS = (SHM.name, READV.name, TCP.name)
 """The default, the fastest first."""
 _BY_NAME = {road.name: road for road in (SHM, READV, TCP, MOONCAKE, NIXL)}
-EVERYWHERE = ("0.0.0.0", "::", "[::]")
 
 
 def kinds_of(roads: Sequence[str]) -> tuple[Road, ...]:

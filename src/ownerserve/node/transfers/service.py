@@ -16,7 +16,10 @@ from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.rpc import Accepted, AskLender, Nonce, Prefill, PrefixIs, RpcAnswer
+from ownerserve.node.transfers.landing import Landing
 from ownerserve.node.transfers.lending import SessionHint
+from ownerserve.node.transfers.rank_bring import bring_shares
+from ownerserve.node.transfers.ranks import RankShare
 from ownerserve.node.transfers.source_side import SourceSide
 from ownerserve.node.transfers.target_side import BringParts, PartLanded, TargetSide
 from ownerserve.transfer.control.events import BringOver
@@ -90,6 +93,22 @@ class TransferService:
         """Begin to bring from a peer, part by part; cancelled, it is given up there too."""
         bring = self.target.bring(
             parts, lender, hint, landed=landed, compute_ms=compute_ms, turn_id=turn_id
+        )
+        return asyncio.run_coroutine_threadsafe(bring, self._loop)
+
+    def bring_shares(
+        self,
+        shares: Sequence[RankShare],
+        hint: SessionHint,
+        *,
+        landing: Landing,
+        landed: PartLanded,
+        compute_ms: float,
+    ) -> Future[BringOver]:
+        """Begin to bring from several ranks of a peer, all or nothing; cancelled, it is given up at
+        each."""
+        bring = bring_shares(
+            self.target, shares, hint, landing=landing, landed=landed, compute_ms=compute_ms
         )
         return asyncio.run_coroutine_threadsafe(bring, self._loop)
 

@@ -140,6 +140,7 @@ class _Bring(msgspec.Struct, eq=False):
     nonce: Nonce
     over: asyncio.Future[BringOver]
     landed: PartLanded
+    into: Landing | None
 
 
 class _PartLanding(NamedTuple):
@@ -203,13 +204,14 @@ class TargetSide:
         landed: PartLanded,
         compute_ms: float,
         turn_id: TurnId = NO_TURN,
+        into: Landing | None = None,
     ) -> BringOver:
         """Bring what is wanted, part by part, each whole or not at all: what the lender holds, or
         its turn of that id computes. It may take `compute_ms`. Cancelled, it is not wanted any
-        more."""
+        more. `into`: where the only part comes, beside what others bring there."""
         self._meet(lender)
         number = next(self._numbers)
-        bring = _Bring(parts, new_nonce(), self._loop.create_future(), landed)
+        bring = _Bring(parts, new_nonce(), self._loop.create_future(), landed, into)
         self._brings[number] = bring
         self._hints[bring.nonce] = hint
         wanted_bring = BringWanted(
@@ -336,7 +338,8 @@ class TargetSide:
 
     def _reserve(self, number: int, part: int) -> None:
         reservation = next(self._reservations)
-        landing = Landing(self._brings[number].parts[part], self._sections)
+        bring = self._brings[number]
+        landing = bring.into or Landing(bring.parts[part], self._sections)
         self._landings[reservation] = _PartLanding(number, part, landing)
         self._later(RoomReserved(number, part, reservation))
 

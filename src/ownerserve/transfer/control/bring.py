@@ -12,7 +12,7 @@ from ownerserve.transfer.control.events import BringEnd, BringWanted, PeerLink, 
 from ownerserve.transfer.control.messages import LentRank, More, PeerQuestion, PublishedPiece
 from ownerserve.transfer.control.pieces import Cover, cells
 from ownerserve.transfer.control.rooms import PartRoom, PieceTask
-from ownerserve.transfer.vocabulary import ReadFailure
+from ownerserve.transfer.vocabulary import FramePiece, ReadFailure
 
 SLOW_FIRST_SHARE = 0.1
 """A rate is judged by what has landed, and as if this share had."""
@@ -36,11 +36,11 @@ class BringPart:
 
     def publish(self, published: PublishedPiece, ranks: Iterable[LentRank]) -> bool:
         """Take what the peer says of a piece; False, and nothing changes, where it is not what was
-        asked for: another artifact, units or layers that are not wanted or are there already, more
-        or fewer digests than ranks that read it."""
+        asked for: another artifact, units or layers that are not wanted or are there already, other
+        heads or another form, more or fewer digests than ranks that read it."""
         piece = published.piece
         wanted = self.wanted.get(piece.artifact)
-        if wanted is None:
+        if wanted is None or _kind(piece) != _kind(wanted.piece):
             return False
         reading = [rank for rank in ranks if rank.component in ("", wanted.component)]
         if len(reading) != len(published.digests) or not self.cover.takes(piece):
@@ -51,6 +51,11 @@ class BringPart:
         self.open_tasks += len(reading)
         self.digests[piece.artifact] += published.digests
         return True
+
+
+def _kind(piece: FramePiece) -> tuple[int, int, bytes]:
+    """Return what all pieces of an artifact have in common, as it was asked for."""
+    return piece.first_head, piece.end_head, piece.form
 
 
 class OpenQuestion(msgspec.Struct, eq=False):

@@ -15,7 +15,8 @@ from enum import StrEnum
 
 import msgspec
 
-from ownerserve.kv.frame import PayloadPart, PayloadSection
+from ownerserve.kv.frame import PayloadPart
+from ownerserve.kv.wire.holders import Holder
 from ownerserve.transfer.layout.heads import HEAD_AXIS, ON_EVERY_RANK, heads_of
 
 
@@ -31,26 +32,6 @@ class Misfit(StrEnum):
     OTHER_HEADS = "other_heads"  # ranks whose heads are not those of the model
     NOT_BY_HEAD = "not_by_head"  # cut otherwise, over another number of ranks
     MISSING_RANKS = "missing_ranks"  # all ranks count, or none
-
-
-class Holder(msgspec.Struct, frozen=True):
-    """A `Holder` is what a rank states of one component: `spec` (ModelSpec.digest), the tokens of a
-    unit, the `section` as this rank has it, which of how many ranks it is, and `heads` of the
-    model, 0 where state is not cut by heads."""
-
-    spec: bytes
-    block_tokens: int
-    section: PayloadSection
-    rank: int
-    ranks: int
-    heads: int = 0
-
-    @property
-    def own_heads(self) -> range:
-        """Return which of the model's heads the rank has. Of more ranks than heads, several have
-        the same one."""
-        first = self.rank * self.heads // self.ranks
-        return range(first, first + max(1, self.heads // self.ranks))
 
 
 class HeadAsk(msgspec.Struct, frozen=True, gc=False):
@@ -96,6 +77,8 @@ def _misfit(mine: Holder, other: Holder) -> Misfit | None:
         return Misfit.OTHER_SECTION
     if [part.dtype for part in own.parts] != [part.dtype for part in their.parts]:
         return Misfit.OTHER_SCALAR
+    if [len(part.shape) for part in own.parts] != [len(part.shape) for part in their.parts]:
+        return Misfit.OTHER_SHAPE
     if [part.shape[0] for part in own.parts] != [part.shape[0] for part in their.parts]:
         return Misfit.OTHER_LAYERS
     axis = HEAD_AXIS.get(own.name)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -51,7 +51,8 @@ from ownerserve.kv.wire.status import (
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.runtime.busy import BusyMeter
 from ownerserve.node.runtime.stating import actions_of
-from ownerserve.node.transfers.opening import Answerer, NodeTransfers
+from ownerserve.node.transfers.lenders import OnEngine
+from ownerserve.node.transfers.opening import Answerer
 
 ADDRESS_FILE = "rpc.address"
 
@@ -82,6 +83,23 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     evictable_tokens: int = 0
 
 
+class EngineTransfers(Protocol):
+    """`EngineTransfers` are how an engine core tells peers what it lends (node.transfers.opening,
+    and lending.py where its ranks do)."""
+
+    def start(self, on_engine: OnEngine, *, rpc: str = "") -> None:
+        """Begin; `on_engine` runs calls where the sessions are known, `rpc` is this port."""
+        ...
+
+    def answering(self, others: Answerer) -> Answerer:
+        """Return what answers peers, and leaves everything else to `others`."""
+        ...
+
+    def stop(self) -> None:
+        """End all of it."""
+        ...
+
+
 class NodeRpcHandler:
     """A `NodeRpcHandler` answers on the engine core's RPC port.
 
@@ -93,7 +111,7 @@ class NodeRpcHandler:
         limits: EngineLimits,
         holding: Holding,
         sessions: SessionsHere,
-        transfers: NodeTransfers | None = None,
+        transfers: EngineTransfers | None = None,
     ) -> None:
         """Make it, closed. `transfers` None: it neither lends nor brings."""
         self._limits = limits
@@ -311,7 +329,7 @@ class NodeRpcHandler:
         )
 
 
-def _actions(transfers: NodeTransfers | None) -> tuple[str, ...]:
+def _actions(transfers: EngineTransfers | None) -> tuple[str, ...]:
     """Return what the worker can do as the one that runs the turn: it brings with a turn what a
     peer holds, and neither takes idle sessions over nor has prompts computed elsewhere."""
     fetches = () if transfers is None else (str(PlacementAction.ARTIFACT_FETCH),)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Condition
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -38,7 +38,7 @@ from ownerserve.engines.vllm.worker_side.streams import CopyStream
 from ownerserve.kv.errors import Corrupt, OwnerServeError
 from ownerserve.kv.messages import Tier
 from ownerserve.node.storage.backing import BRINGS_AT_ONCE, Backing, NodeTiers
-from ownerserve.node.transfers.bringing import Bringing
+from ownerserve.node.transfers.peers import Peers
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.format.model import MissReason, ReadHit, Want
 from ownerserve.store.tiers.memory import HeldPart
@@ -96,6 +96,19 @@ class Loading(msgspec.Struct, eq=False):
     """Its wants, as they are read together."""
 
 
+class BringsHere(Protocol):
+    """What `BringsHere` brings of peers into this process (node.transfers.bringing, lending.py)."""
+
+    @property
+    def peers(self) -> Peers:
+        """Return what other workers hold, as this rank reads it."""
+        ...
+
+    def stop(self) -> None:
+        """Bring nothing any more; who waits for something hears."""
+        ...
+
+
 class WorkerSide:
     """A `WorkerSide` is the worker's side of one rank."""
 
@@ -123,11 +136,11 @@ class WorkerSide:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._readers = Readers(readers)
-        self._bringing: Bringing | None = None
+        self._bringing: BringsHere | None = None
         self._bringers = Readers(0)
         self._saver = Saver(self._tiers, codec, stream, changed=self._changed)
 
-    def bring_by(self, bringing: Bringing) -> None:
+    def bring_by(self, bringing: BringsHere) -> None:
         """Bring what peers offer too; call it before the first load."""
         if self._tiers is not None:
             self._bringing, self._tiers.peers = bringing, bringing.peers
