@@ -63,15 +63,10 @@ OUTSIDE: dict[str, str] = {
 
 ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
-LANDS = "issue 20: what is brought lands as the frame has it; for reads straight into other slots"
 RANKS = "issue 20: no engine of several ranks lends or brings yet: each asks one, for all heads"
-WINDOWS = "issue 20: vLLM lends frames, not pages; no other engine keeps windows in paged blocks"
 
 DEAD: dict[str, str] = {
-    "ownerserve.transfer.layout.forms.staged": LANDS,
     "ownerserve.transfer.layout.shards.asks": RANKS,
-    "ownerserve.transfer.layout.strided.StridedCopies": LANDS,
-    "ownerserve.transfer.layout.known.ring.rows_of": WINDOWS,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
 }
 
