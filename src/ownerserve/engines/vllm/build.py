@@ -376,6 +376,7 @@ def place_of(parts: ConnectorParts) -> TransferPlace | None:
         settings.transfer_port and settings.transfer_port + parts.ranks.data_parallel,
         settings.curve_key_file,
         lend_bytes=settings.lend_bytes,
+        interface=settings.transfer_interface,
     )
 
 
