@@ -54,7 +54,6 @@ class LendOpened(msgspec.Struct, frozen=True):
     ranks: tuple[LentRank, ...]
     pieces: tuple[SizedPiece, ...]
     follows: TurnId = NO_TURN
-    version: int = 0
 
 
 class LendNotOpened(msgspec.Struct, frozen=True, gc=False):

@@ -75,11 +75,10 @@ class Lend(msgspec.Struct, frozen=True, tag="lend"):
 
 
 class Lent(msgspec.Struct, frozen=True, tag="lent"):
-    """Lent answers `Lend`: a ticket stands. `version` is the state's, as S's node counts it."""
+    """Lent answers `Lend`: a ticket stands."""
 
     ticket: int
     ranks: tuple[LentRank, ...]
-    version: int = 0
 
 
 class LendRefused(msgspec.Struct, frozen=True, tag="refused"):
