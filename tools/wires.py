@@ -36,6 +36,7 @@ MESSAGES = (
     "ownerserve.node.admission",
     "ownerserve.node.vocabulary.events",
     "ownerserve.router.messages",
+    "ownerserve.transfer.control.messages",
 )
 
 WIRE = ("ownerserve.directory.messages", "ownerserve.kv.wire")
@@ -68,6 +69,7 @@ RANKS = "issue 20: no engine of several ranks lends or brings yet: each asks one
 DEAD: dict[str, str] = {
     "ownerserve.transfer.layout.shards.asks": RANKS,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
+    "ownerserve.transfer.control.messages.LendReturned": ACKNOWLEDGED,
 }
 
 STATED = "a gateway's /status shows the whole of what a worker states, for people"

@@ -175,12 +175,10 @@ class BringEnd(StrEnum):
 
 
 class PeerLink(msgspec.Struct, frozen=True):
-    """A `PeerLink` is a way to ask a peer: one life of a unit, its address, and the key that it is
-    known by."""
+    """A `PeerLink` is a way to ask a peer: one life of a unit, and its address."""
 
     unit: RoutingUnit
     address: str
-    key_id: str = ""
 
 
 class WantedArtifact(msgspec.Struct, frozen=True, gc=False):
