@@ -179,6 +179,8 @@ def _joined(both: Numbers, blocks: Numbers, template: _Template) -> Runs:
     inside = blocks[:, right] - blocks[:, left] == apart
     between = addresses[:-1, -1] + template.lengths[-1] == addresses[1:, 0]
     flat, sizes = addresses.reshape(-1), lengths.reshape(-1)
+    if len(template.lengths) == 1 and between.all():  # whole units, one behind another
+        return Runs(flat[:1], template.lengths * len(flat))
     if not inside.any() and not between.any():
         return Runs(flat, sizes)
     apart_there = np.ones((len(blocks), 1 + inside.shape[1]), np.bool_)
