@@ -44,7 +44,8 @@ class ReaderRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class LentRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A `LentRank` is what one rank of T reads from one rank of S: its heads [first_head, end_head)
-    of `component` (empty: of every one), at an address, under the key of that id."""
+    of `component` (empty: of every one), at an address. `key_id` is empty, and there for the sake
+    of those behind it: a fleet has one key."""
 
     source_rank: int
     reader_rank: int
