@@ -2,19 +2,17 @@
 
     python benchmarks/transfer_layout.py [--rounds N] [--only WORD]
 
-Descriptors: runs of a whole prefix from the block ids, in the frame's order and, where layouts are
-alike, in raw order; contiguous blocks, or those of a pool twice as large in any order. CPU time of
-the thread, medians.
+Descriptors: runs of a whole prefix from the block ids; contiguous blocks, or those of a pool twice
+as large in any order. CPU time of the thread, medians.
 
-In flight: a prefix goes from one layout's pool into another's, beside memcpy of as many bytes in
-the same round, three ways:
+In flight: a prefix goes from one layout's pool into another's by the frame's rows, each where it
+goes, as movers read, beside memcpy of as many bytes in the same round:
 
-    strided     both are mapped here (shared memory): one pass, `layout/strided.py`
-    arena       process_vm_readv of whole blocks in raw order, a unit at a time, to an arena of some
-                MiB; strided on from there
-    readv       process_vm_readv of the frame's rows, each where it goes
+    shm         both are mapped here: a memmove for each row, as `movers/shm.py` copies
+    readv       process_vm_readv of the rows
 
-Each is compared with the first once, byte by byte, before anything is timed.
+Both are compared with the source byte by byte, before anything is timed. No process has two layouts
+to convert between: the pools, stages and landings of workers all have the frame's own (`slots`).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -34,20 +32,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ownerserve.kv.frame import DENSE, MLA, PayloadPart, PayloadSection
-from ownerserve.kv.regions import Region
-from ownerserve.kv.units import MIB
 from ownerserve.transfer.layout.arrays import Pool
-from ownerserve.transfer.layout.forms import staged
-from ownerserve.transfer.layout.joining import join
+from ownerserve.transfer.layout.joining import CopyList, join
 from ownerserve.transfer.layout.known import LAYOUTS
 from ownerserve.transfer.layout.places import RegionPlaces
-from ownerserve.transfer.layout.strided import StridedCopies
 from ownerserve.transfer.vocabulary import FramePiece
 from result import Row, report, smaller_is_better
 
 LIBC = ctypes.CDLL(None, use_errno=True)
+MOVE = ctypes.PyDLL(None).memmove
+MOVE.argtypes, MOVE.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), None
 MOST_VECTORS = 1024
-ARENA_BYTES = 8 * MIB
 GOAL_MS, GOAL = 5.0, 0.5
 ORDERS = ("contiguous", "fragmented")
 
@@ -75,14 +70,12 @@ MLA_16 = Prefix("MLA, 61 layers, block 16", latent(61, 16), 16, 131_072)
 QWEN = Prefix("Qwen3-30B-A3B, block 16", attention(48, 32, 4), 16, 100_000)
 SHARD = Prefix("70B, TP8 shard, block 16", attention(80, 32, 1), 16, 100_000)
 DESCRIBED = (
-    (MLA_64, "paged_rows", "frame"),
-    (MLA_16, "paged_rows", "frame"),
-    (QWEN, "slots", "frame"),
-    (QWEN, "split", "frame"),
-    (QWEN, "interleaved", "raw"),
-    (SHARD, "slots", "frame"),
-    (SHARD, "split", "frame"),
-    (SHARD, "interleaved", "raw"),
+    (MLA_64, "paged_rows"),
+    (MLA_16, "paged_rows"),
+    (QWEN, "slots"),
+    (QWEN, "split"),
+    (SHARD, "slots"),
+    (SHARD, "split"),
 )
 CONVERTED = (
     (QWEN._replace(tokens=1_024), "interleaved", "slots"),
@@ -134,15 +127,14 @@ def median_s(call: Callable[[], object], rounds: int) -> float:
     return statistics.median(found[1:])  # the first one makes templates and maps memory
 
 
-def described(prefix: Prefix, layout: str, how: str, *, rounds: int) -> list[Row]:
+def described(prefix: Prefix, layout: str, *, rounds: int) -> list[Row]:
     rows = []
     for order in ORDERS:
         side = Side(prefix, layout, order, seed=7)
-        form = side.places.form if how == "raw" else b""
-        piece = FramePiece(b"", 0, side.units, 0, prefix.section.layers, form=form)
+        piece = FramePiece(b"", 0, side.units, 0, prefix.section.layers)
         spent = median_s(lambda s=side, p=piece: s.places.runs(p, s.table), rounds)
         count = len(side.places.runs(piece, side.table).lengths)
-        what = f"{prefix.name}, {prefix.tokens:,} tokens, {layout}, {how} order, {order}"
+        what = f"{prefix.name}, {prefix.tokens:,} tokens, {layout}, {order}"
         goal = f"<= {GOAL_MS:g}" if prefix.section.name == MLA else ""
         rows.append(
             smaller_is_better(
@@ -176,19 +168,6 @@ def readv(local: NDArray[np.int64], remote: NDArray[np.int64], own: int, peer: i
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def layers_of(region: Region, some: range) -> Region:
-    """The region as if its section had these layers only."""
-    parts = tuple(
-        msgspec.structs.replace(part, shape=(len(some), *part.shape[1:]))
-        for part in region.section.parts
-    )
-    return msgspec.structs.replace(
-        region,
-        section=msgspec.structs.replace(region.section, parts=parts),
-        lanes=tuple(lanes[some.start : some.stop] for lanes in region.lanes),
-    )
-
-
 class Conversion:
     """A prefix between two pools, each way that there is."""
 
@@ -197,50 +176,30 @@ class Conversion:
         self.goal = Side(prefix, goal, order, seed=2)
         self.units, layers = self.source.units, prefix.section.layers
         self.piece = FramePiece(b"", 0, self.units, 0, layers)
-        regions = self.goal.places.region, self.source.places.region
-        self._direct = StridedCopies(*regions)
-        size = prefix.section.payload_bytes
-        self.bytes = size * self.units
-        self._arena = np.zeros(max(ARENA_BYTES, size // layers), np.uint8)
-        step = max(1, ARENA_BYTES * layers // size)
-        self._onward = []
-        for first in range(0, layers, step):
-            some = range(first, min(first + step, layers))
-            at = self._arena.ctypes.data
-            read = staged(regions[1], some, address=at, units=1)
-            self._onward.append((some, StridedCopies(layers_of(regions[0], some), read)))
+        self.bytes = prefix.section.payload_bytes * self.units
         self._plain = np.ones((2, self.bytes), np.uint8)
 
     def memcpy(self) -> None:
         goal, source = self._plain
         ctypes.memmove(goal.ctypes.data, source.ctypes.data, self.bytes)
 
-    def strided(self) -> None:
-        self._direct.copy(self.piece, self.goal.table, self.source.table)
-
-    def arena(self) -> None:
-        [own] = self.goal.table
-        each, table, one = len(own) // self.units, self.source.table, [np.zeros(1, np.int64)]
-        for unit in range(self.units):
-            here = [own[unit * each : (unit + 1) * each]]
-            for some, onward in self._onward:
-                raw = self.source.places.form
-                piece = FramePiece(b"", unit, unit + 1, some.start, some.stop, form=raw)
-                runs = self.source.places.runs(piece, table)
-                remote, size = vectors(runs.addresses, runs.lengths), runs.bytes
-                assert len(remote) <= MOST_VECTORS
-                readv(np.array([[self._arena.ctypes.data, size]]), remote, 1, len(remote))
-                onward.copy(FramePiece(b"", 0, 1, 0, len(some)), here, one)
-
-    def readv(self) -> None:
+    def copies(self) -> Iterator[CopyList]:
         for unit in range(self.units):
             piece = msgspec.structs.replace(self.piece, first_unit=unit, end_unit=unit + 1)
-            copies = join(
+            yield join(
                 self.goal.places.runs(piece, self.goal.table),
                 self.source.places.runs(piece, self.source.table),
             )
-            local = vectors(copies.goal, copies.lengths)
-            remote = vectors(copies.source, copies.lengths)
+
+    def shm(self) -> None:
+        for one in self.copies():
+            sides = one.goal.tolist(), one.source.tolist(), one.lengths.tolist()
+            for goal, source, length in zip(*sides, strict=True):
+                MOVE(goal, source, length)
+
+    def readv(self) -> None:
+        for one in self.copies():
+            local, remote = vectors(one.goal, one.lengths), vectors(one.source, one.lengths)
             for begin in range(0, len(local), MOST_VECTORS):
                 some = slice(begin, begin + MOST_VECTORS)
                 count = len(local[some])
@@ -248,7 +207,7 @@ class Conversion:
 
     def check(self) -> None:
         expected = self.source.taken(self.piece)
-        for way in (self.strided, self.arena, self.readv):
+        for way in (self.shm, self.readv):
             runs = self.goal.places.runs(self.piece, self.goal.table)
             for at, size in zip(runs.addresses.tolist(), runs.lengths.tolist(), strict=True):
                 ctypes.memset(at, 0, size)
@@ -264,7 +223,7 @@ def converted(prefix: Prefix, source: str, goal: str, *, rounds: int) -> list[Ro
         case.check()
         spent: dict[str, list[float]] = {}
         for _ in range(rounds):
-            for way in (case.memcpy, case.strided, case.arena, case.readv):
+            for way in (case.memcpy, case.shm, case.readv):
                 began = time.thread_time()
                 way()
                 spent.setdefault(way.__name__, []).append(time.thread_time() - began)
@@ -278,8 +237,7 @@ def converted(prefix: Prefix, source: str, goal: str, *, rounds: int) -> list[Ro
             what = f"{prefix.name}, {source} to {goal}, {order} ({rate * 1e3:.0f} MB): {name}"
             share = statistics.median(ratio)
             copy = statistics.median(plain)
-            aim = f">= {GOAL}" if name != "readv" else ""
-            rows.append(Row(what, "GB/s", rate / own, rate / copy, "memcpy", share, aim))
+            rows.append(Row(what, "GB/s", rate / own, rate / copy, "memcpy", share, f">= {GOAL}"))
             print(
                 f"{what}: {rate / own:.1f} of {rate / copy:.1f} GB/s, {share:.2f}"
                 f" ({min(ratio):.2f} to {max(ratio):.2f})",
@@ -295,9 +253,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="shapes whose name has this word")
     options = parser.parse_args()
     rows = list[Row]()
-    for prefix, layout, how in DESCRIBED:
+    for prefix, layout in DESCRIBED:
         if options.only in prefix.name:
-            rows += described(prefix, layout, how, rounds=options.rounds)
+            rows += described(prefix, layout, rounds=options.rounds)
     for prefix, source, goal in CONVERTED:
         if options.only in prefix.name:
             rows += converted(prefix, source, goal, rounds=options.rounds)

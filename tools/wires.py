@@ -36,6 +36,7 @@ MESSAGES = (
     "ownerserve.node.admission",
     "ownerserve.node.vocabulary.events",
     "ownerserve.router.messages",
+    "ownerserve.transfer.control.messages",
 )
 
 WIRE = ("ownerserve.directory.messages", "ownerserve.kv.wire")
@@ -63,14 +64,9 @@ OUTSIDE: dict[str, str] = {
 
 ACKNOWLEDGED = "an answer that asks for nothing: who hears it goes on as before"
 
-LANDS = "issue 20: what is brought lands as the frame has it; for reads straight into other slots"
-WINDOWS = "issue 20: vLLM lends frames, not pages; no other engine keeps windows in paged blocks"
-
 DEAD: dict[str, str] = {
-    "ownerserve.transfer.layout.forms.staged": LANDS,
-    "ownerserve.transfer.layout.strided.StridedCopies": LANDS,
-    "ownerserve.transfer.layout.known.ring.rows_of": WINDOWS,
     "ownerserve.kv.wire.rpc.Committed": ACKNOWLEDGED,
+    "ownerserve.transfer.control.messages.LendReturned": ACKNOWLEDGED,
 }
 
 STATED = "a gateway's /status shows the whole of what a worker states, for people"

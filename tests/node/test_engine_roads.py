@@ -206,6 +206,7 @@ def test_a_road_that_is_not_installed_is_told_with_its_extra(
         (TransferPlace(host="0.0.0.0", roads=("mooncake",)), "transfer-host"),
         (TransferPlace(roads=("mooncake",), arena_bytes=1), "transfer-arena"),
         (TransferPlace(digest="md5"), "transfer-digest"),
+        (TransferPlace(interface="nosuch0"), "transfer-interface"),
         (TransferPlace(digest="blake3"), "curve-key-file"),
     ],
 )

@@ -90,7 +90,6 @@ GUEST = Abilities(
     per_group_hit=False,
     can_insert=False,
     landing_tier=Tier.DEVICE,
-    layerwise_send=False,
     overlap=Overlap.NONE,
 )
 LOADS_PAY = Defaults("test", Coefficients(0.0, 10.0, 0.0), {Tier.DISK: Medium(0.1, 1e9)})

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
 
@@ -18,16 +19,26 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.units import MIB
 from ownerserve.kv.wire.headers import LenderAddress
-from ownerserve.kv.wire.rpc import AskLender, Nonce
+from ownerserve.kv.wire.rpc import (
+    AskLender,
+    AskPrefix,
+    LenderSays,
+    Nonce,
+    PrefixIs,
+    RpcAnswer,
+    RpcRequest,
+)
+from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.storage.backing import open_backing
+from ownerserve.node.transfers.frames import decode_question, encode_message
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.memory import LenderPlaces
 from ownerserve.node.transfers.opening import TransferPlace
 from ownerserve.node.vocabulary.events import PeerRecord, PrefillOrder
 from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, Want
 from ownerserve.store.tiers.backend import Reservation
-from ownerserve.transfer.control.events import LendOpened, OpenLend
-from ownerserve.transfer.control.messages import Lend, ReaderRank
+from ownerserve.transfer.control.events import BringEnd, LendOpened, OpenLend, WantedArtifact
+from ownerserve.transfer.control.messages import Lend, Lent, LentRank, ReaderRank
 from ownerserve.transfer.vocabulary import FramePiece
 from tests.support.node.lending_nodes import (
     AGENT,
@@ -41,6 +52,8 @@ from tests.support.node.lending_nodes import (
 )
 from tests.support.store.samples import Samples
 from tests.support.waits import until
+
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -182,6 +195,43 @@ def test_nothing_stays_open_to_a_workers_former_lives(far: Node) -> None:
         finally:
             near.close()
     assert open_then[-1] <= open_then[0] + 2, open_then
+
+
+def test_who_has_begun_anew_is_waited_for_no_longer(far: Node) -> None:
+    """A worker lends, and says nothing more. Its next life is met: what waits for the former one
+    ends as gone, and not after the seconds that a silent peer has."""
+    more = Event()
+
+    def answer(request: RpcRequest) -> Future[RpcAnswer]:
+        said: Future[RpcAnswer] = Future()
+        if isinstance(request, AskPrefix):
+            said.set_result(PrefixIs(0))
+        elif isinstance(request, AskLender) and isinstance(decode_question(request.frame), Lend):
+            lent = Lent(7, (LentRank(0, 0, "127.0.0.1:9"),))
+            said.set_result(LenderSays(encode_message(lent), b""))
+        else:
+            more.set()
+        return said
+
+    silent, hint = RpcServer(), SessionHint(AGENT, None, 10 * B)
+    silent.start(answer)
+    former, next_one = (RoutingUnit(WorkerId("near"), 0, Incarnation(life)) for life in (1, 2))
+    piece = FramePiece(bytes(32), 0, 4, 0, LAYERS)
+    wanted_part = (WantedArtifact("dense", piece, 4 * SECTIONS["dense"].payload_bytes),)
+    service = far.transfers.service
+    try:
+        bring = service.bring(
+            (wanted_part,),
+            LenderAddress(former, silent.address),
+            hint,
+            landed=lambda part, landing: None,
+            compute_ms=1e6,
+        )
+        assert more.wait(WAIT_S)
+        service.look(LenderAddress(next_one, silent.address), hint, compute_ms=1e6)
+        assert bring.result(WAIT_S).end is BringEnd.GONE
+    finally:
+        silent.stop()
 
 
 def test_a_lent_prefix_is_not_used_again_while_it_is_read(near: Node) -> None:

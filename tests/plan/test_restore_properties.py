@@ -99,7 +99,6 @@ class Draw:
             per_group_hit=self.yes(0.8),
             can_insert=True,
             landing_tier=self.one_of(Tier.DEVICE, Tier.DEVICE, Tier.HOST),
-            layerwise_send=True,
             overlap=self.one_of(Overlap.NONE, Overlap.LAYERWISE),
         )
         prefill = Coefficients(

@@ -233,6 +233,13 @@ if TYPE_CHECKING:
     " and reads nothing.",
 )
 @click.option(
+    "--transfer-interface",
+    default="",
+    metavar="DEVICE",
+    help="Network device, as eth1, by which alone KV goes over TCP, to who reads it here and from"
+    " whom this one reads; without it any.",
+)
+@click.option(
     "--transfer-roads",
     default="shm,readv,tcp",
     show_default=True,
@@ -491,6 +498,7 @@ def _place(flags: dict[str, object], key: FleetKey | None) -> TransferPlace:
         arena_bytes=_size(flags, "transfer_arena"),
         digest=str(flags["transfer_digest"]),
         stage_bytes=_size(flags, "lend_memory"),
+        interface=str(flags["transfer_interface"]),
     )
     place.check()
     return place

@@ -35,7 +35,6 @@ class Abilities(msgspec.Struct, frozen=True, kw_only=True):
                      it, all state beyond the device's own hit must come from outside, as one prefix
     can_insert       takes state that no request owns yet: prefetch into the device
     landing_tier     where foreign state lands; `host` means a second hop to the device
-    layerwise_send   hands out finished layers while computing (used by transfer, not by a restore)
     overlap          what of a load may run beside compute
     """
 
@@ -44,7 +43,6 @@ class Abilities(msgspec.Struct, frozen=True, kw_only=True):
     per_group_hit: bool
     can_insert: bool
     landing_tier: Tier
-    layerwise_send: bool
     overlap: Overlap
 
 
@@ -54,7 +52,6 @@ FULL_ABILITIES = Abilities(
     per_group_hit=True,
     can_insert=True,
     landing_tier=Tier.DEVICE,
-    layerwise_send=True,
     overlap=Overlap.LAYERWISE,
 )
 
@@ -68,7 +65,6 @@ VLLM = Abilities(
     per_group_hit=False,
     can_insert=False,
     landing_tier=Tier.HOST,
-    layerwise_send=False,
     overlap=Overlap.NONE,
 )
 """vLLM 0.32 on a GPU through our connector: one prefix length for all groups, foreign state lands

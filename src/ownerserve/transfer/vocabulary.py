@@ -20,9 +20,6 @@ from numpy.typing import NDArray
 class FramePiece(msgspec.Struct, frozen=True, gc=False):
     """A `FramePiece` is units [first_unit, end_unit) of the artifact with that id (32 bytes), of
     its layers [first_layer, end_layer) and of its heads [first_head, end_head); both 0: all heads.
-
-    `form` empty: its bytes are in the order above. Else they are in the raw order of blocks of that
-    form (transfer.layout.forms), which both sides' have to be, and of all heads.
     """
 
     artifact: bytes
@@ -32,7 +29,6 @@ class FramePiece(msgspec.Struct, frozen=True, gc=False):
     end_layer: int
     first_head: int = 0
     end_head: int = 0
-    form: bytes = b""
 
 
 class Runs(msgspec.Struct, frozen=True, eq=False):

@@ -12,7 +12,11 @@ from ownerserve.engines.vllm.scheduler_side.node_rpc import (
     EngineLimits,
     NodeRpcHandler,
 )
-from ownerserve.engines.vllm.scheduler_side.owning import SessionsHere, gateway_port
+from ownerserve.engines.vllm.scheduler_side.owning import (
+    SessionsHere,
+    gateway_port,
+    transfer_place,
+)
 from ownerserve.engines.vllm.settings import decode
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, WorkerId
@@ -87,3 +91,10 @@ def test_what_can_not_listen_is_one_error_with_its_field(tmp_path: Path) -> None
     with pytest.raises(OSError, match="exists"):
         handler.open(store, None)
     handler.close()
+
+
+def test_a_transfer_interface_is_a_device_of_this_machine() -> None:
+    place = transfer_place("127.0.0.1", 0, "", lend_bytes=1, interface="lo")
+    assert place.interface == "lo"
+    with pytest.raises(InvalidInput, match=r"extra_config\.transfer_interface.*nosuch0"):
+        transfer_place("127.0.0.1", 0, "", lend_bytes=1, interface="nosuch0")

@@ -4,8 +4,8 @@
     python -m tests.support.hf.assumed --dear worker ...   the same, and computing is dear: what can
                                                            be had from elsewhere is waited for
 
-    python -m tests.support.hf.assumed --layers worker ... the same as the first, and each layer of a
-                                                           prompt computed for a peer is told
+    python -m tests.support.hf.assumed --layers worker ... the same as the first, and each layer of
+                                                           a prompt computed for a peer is told
 
 By its prices a worker keeps a session's state or does not, loads or computes. What busy cores
 measure differs tenfold from one minute to the next, and the cheapest way with it: a test that says

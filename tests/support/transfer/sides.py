@@ -58,13 +58,6 @@ class Side(NamedTuple):
     def runs(self, piece: FramePiece) -> Runs:
         return self.places.runs(piece, [np.array(self.ids)])
 
-    def elsewhere(self, ids: list[int]) -> Side:
-        """Another process with the same pool, all of it zero, and the artifact in these blocks."""
-        memory = np.zeros_like(self.memory)
-        before = self.pool.address - self.memory.ctypes.data
-        pool = msgspec.structs.replace(self.pool, address=memory.ctypes.data + before)
-        return Side(self.layout, pool, ids, RegionPlaces(LAYOUTS[self.layout](pool)), memory)
-
     def taken(self, runs: Runs) -> bytes:
         """The bytes of runs, in their order."""
         begins = runs.addresses - self.memory.ctypes.data

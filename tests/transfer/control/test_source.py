@@ -79,8 +79,8 @@ class Peers:
         [opened] = self.ask(lend_of(turn_id=turn_id))
         assert isinstance(opened, OpenLend)
         sized = tuple(SizedPiece(piece, 64) for piece in pieces)
-        self.tell(LendOpened(opened.number, ticket, RANKS, sized, turn_id, 3))
-        assert self.answers() == [Lent(ticket, RANKS, 3)]
+        self.tell(LendOpened(opened.number, ticket, RANKS, sized, turn_id))
+        assert self.answers() == [Lent(ticket, RANKS)]
 
     def checked(self) -> int:
         [check] = [effect.check for effect in self.done if isinstance(effect, CheckTicket)]

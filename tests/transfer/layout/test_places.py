@@ -17,13 +17,12 @@ from ownerserve.kv.frame import CSA_INDEX, CSA_MAIN, DENSE, PayloadPart, Payload
 from ownerserve.kv.specs import Compressed, Entry, Part, Precision, Role, StateSpec
 from ownerserve.transfer.layout.arrays import Pool
 from ownerserve.transfer.layout.joining import CopyList, join
-from ownerserve.transfer.layout.known import LAYOUTS, paged_rows, ring
+from ownerserve.transfer.layout.known import LAYOUTS, paged_rows
 from ownerserve.transfer.layout.places import RegionPlaces
 from ownerserve.transfer.vocabulary import FramePiece
 from tests.support.transfer.naive import WHERE
 from tests.support.transfer.sides import (
     ARTIFACT,
-    ATTENTION,
     EACH,
     PAIRS,
     Side,
@@ -65,24 +64,6 @@ def test_a_piece_goes_from_any_layout_into_any_other(
     assert not touching.any()
 
 
-@pytest.mark.parametrize(("section", "layout"), EACH)
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_blocks_of_one_form_go_as_they_are(section: str, layout: str, data: Any) -> None:
-    (source,), piece = data.draw(cases(section, layout))
-    piece = msgspec.structs.replace(piece, first_head=0, end_head=0)
-    raw = msgspec.structs.replace(piece, form=source.places.form)
-    ids = data.draw(st.permutations(range(source.pool.blocks)))[: len(source.ids)]
-    goal = source.elsewhere(ids)
-    runs, theirs = goal.runs(raw), source.runs(raw)
-    check_runs(goal, runs)
-    assert len(theirs.lengths) <= len(source.runs(piece).lengths)
-    for there, here, size in copied(join(runs, theirs), source, goal):
-        goal.memory[here : here + size] = source.memory[there : there + size]
-    assert goal.taken(goal.runs(piece)) == source.taken(source.runs(piece))
-    assert runs.bytes == goal.runs(piece).bytes  # no byte of padding went along
-
-
 def copied(copies: CopyList, source: Side, goal: Side) -> list[tuple[int, int, int]]:
     there = copies.source - source.memory.ctypes.data
     here = copies.goal - goal.memory.ctypes.data
@@ -98,27 +79,6 @@ def dense(layers: int = 2, tokens: int = 32, heads: int = 2, dim: int = 4) -> Pa
 
 def places(layout: str, section: PayloadSection, tokens: int, blocks: int = 8) -> RegionPlaces:
     return RegionPlaces(LAYOUTS[layout](Pool(section, blocks, tokens, BASE)))
-
-
-def test_forms_tell_layouts_apart_and_not_where_they_lie() -> None:
-    forms = {
-        (layout, tokens): places(layout, dense(), tokens).form
-        for layout in ATTENTION
-        for tokens in (16, 32)
-    }
-    forms["slots", 32] = places("slots", dense(), 32).form
-    assert len(set(forms.values())) == len(forms)
-    assert places("headwise", dense(), 16, blocks=40).form == forms["headwise", 16]
-    assert places("headwise", dense(heads=1), 16).form != forms["headwise", 16]
-
-
-def test_raw_order_takes_whole_blocks_where_the_frame_has_rows() -> None:
-    piece, at = FramePiece(ARTIFACT, 0, 2, 0, 2), places("headwise", dense(), 32)
-    ids = [np.array([5, 1])]
-    in_frame = at.runs(piece, ids)
-    raw = at.runs(msgspec.structs.replace(piece, form=at.form), ids)
-    assert set(in_frame.lengths.tolist()) == {4 * 2}
-    assert raw.lengths.tolist() == [32 * 2 * 2 * 4 * 2] * 4  # a layer's block each
 
 
 def test_a_pool_of_whole_slots_is_one_run_where_slots_touch() -> None:
@@ -168,7 +128,6 @@ def test_slots_that_count_backwards_are_found() -> None:
         ({"end_layer": 3}, [0, 1, 2, 3]),
         ({"first_layer": 2}, [0, 1, 2, 3]),
         ({"end_head": 3}, [0, 1, 2, 3]),
-        ({"form": b"f" * 32}, [0, 1, 2, 3]),
         ({}, [0, 1, 2, 8]),
         ({}, [0, -1, 2, 3]),
     ],
@@ -177,13 +136,6 @@ def test_what_is_not_there_is_refused(changes: dict[str, Any], ids: list[int]) -
     piece = msgspec.structs.replace(FramePiece(ARTIFACT, 0, 2, 0, 2), **changes)
     with pytest.raises(InvalidInput):
         places("combined", dense(), 16).runs(piece, [np.array(ids)])
-
-
-def test_raw_order_has_all_heads() -> None:
-    at = places("combined", dense(), 16)
-    piece = FramePiece(ARTIFACT, 0, 1, 0, 2, first_head=0, end_head=1, form=at.form)
-    with pytest.raises(InvalidInput, match="form"):
-        at.runs(piece, [np.array([0, 1])])
 
 
 @pytest.mark.parametrize("change", ["shorter", "other lanes", "no whole blocks"])
@@ -204,15 +156,6 @@ def test_sides_of_two_lengths_are_no_copy() -> None:
     two = at.runs(FramePiece(ARTIFACT, 0, 2, 0, 2), [np.array([0, 1, 2, 3])])
     with pytest.raises(SpecMismatch):
         join(one, two)
-
-
-def test_a_window_lies_in_a_ring_of_rows() -> None:
-    blocks = np.array([7, 3, 9])
-    rows = ring.rows_of(blocks, block_tokens=4, position=10, window_rows=3)
-    # Positions 7, 8, 9 go to rows 1, 2, 0: token 9 is the second of block 9.
-    assert rows.tolist() == [9 * 4 + 1, 3 * 4 + 3, 9 * 4 + 0]
-    with pytest.raises(InvalidInput):
-        ring.rows_of(blocks, block_tokens=4, position=2, window_rows=3)
 
 
 def test_every_known_layout_is_tested() -> None:

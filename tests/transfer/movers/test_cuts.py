@@ -54,6 +54,22 @@ def test_each_byte_goes_where_it_would_go_alone(
         assert int(cuts.goals[first:end, 1].sum()) == sum(length for _, length in landed)
 
 
+@settings(max_examples=50)
+@given(source=LENGTHS.filter(any), chunk=st.integers(1, 50))
+def test_one_run_takes_what_lies_scattered(source: list[int], chunk: int) -> None:
+    """As a landing does: slots in any order, one behind another."""
+    out = laid_out(source, 50_000)
+    cuts = cut(runs_of([(1000, sum(source))]), runs_of(out), chunk_bytes=chunk)
+    assert isinstance(cuts, Cuts)
+    assert of_vectors(cuts.goals) == list(range(1000, 1000 + sum(source)))
+    assert of_vectors(cuts.sources) == one_by_one(out)
+    landed = [place for each in cuts.landings() for place in one_by_one(each)]
+    assert landed == list(range(1000, 1000 + sum(source)))
+    assert isinstance(
+        cut(runs_of([(0, sum(source) + 1)]), runs_of(out), chunk_bytes=99), UnfitSource
+    )
+
+
 def test_what_touches_in_the_goal_is_one_to_the_digest() -> None:
     cuts = cut(runs_of([(0, 300)]), runs_of([(900, 100), (500, 200)]), chunk_bytes=256)
     assert isinstance(cuts, Cuts)

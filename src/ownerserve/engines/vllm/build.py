@@ -399,6 +399,7 @@ def place_of(parts: ConnectorParts, rank: int = 0) -> TransferPlace | None:
         settings.transfer_port and settings.transfer_port + behind,
         settings.curve_key_file,
         lend_bytes=settings.lend_bytes,
+        interface=settings.transfer_interface,
     )
 
 

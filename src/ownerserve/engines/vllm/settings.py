@@ -76,6 +76,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                         much as is read at once; 0: nothing is lent
     transfer_host       address at which they read it; off loopback it needs curve_key_file
     transfer_port       its port; 0: a free one
+    transfer_interface  network device by which alone KV goes over TCP; empty: any
     weights             digest or revision of the weights; empty: made from the checkpoint's files
     """
 
@@ -105,6 +106,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lend_bytes: int = GIB
     transfer_host: str = LOOPBACK
     transfer_port: int = 0
+    transfer_interface: str = ""
     weights: str = ""
     soft_reference: SoftReference = SoftReference()
 

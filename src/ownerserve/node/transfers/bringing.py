@@ -22,6 +22,7 @@ from ownerserve.node.transfers.target_side import TargetSide
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.transfer.movers.digests import Xxh3
 from ownerserve.transfer.movers.tcp.handshake import transfer_key
+from ownerserve.transfer.movers.tcp.settings import ReaderSettings
 
 
 class BringNews(msgspec.Struct, frozen=True):
@@ -44,10 +45,11 @@ class Bringing:
         place: TransferPlace,
     ) -> None:
         key = None if place.key is None else transfer_key(place.key)
+        roads = NodeRoads(key, place.roads, settings=ReaderSettings(interface=place.interface))
         self._service = TransferService(
             lambda loop: (
                 SourceSide(unit, Lenders(None), no_engine, digests=Xxh3(), loop=loop),
-                TargetSide(unit, sections, NodeRoads(key, place.roads), key=place.key, loop=loop),
+                TargetSide(unit, sections, roads, key=place.key, loop=loop),
             )
         )
         self.peers = Peers(self._service, sections, block_tokens)

@@ -63,6 +63,11 @@ from ownerserve.transfer.movers.digests import Digests, Xxh3, fleet_digests
 from ownerserve.transfer.movers.rights import permit_readers
 from ownerserve.transfer.movers.tcp.handshake import transfer_key
 from ownerserve.transfer.movers.tcp.server import TcpServer
+from ownerserve.transfer.movers.tcp.settings import (
+    LenderSettings,
+    ReaderSettings,
+    check_interface,
+)
 from ownerserve.transfer.vocabulary import FramePiece, Runs
 
 XXH3 = "xxh3"
@@ -83,7 +88,8 @@ class TransferPlace(msgspec.Struct, frozen=True):
     `arena_bytes`. `digest` is what pieces are verified by, one of DIGESTS, by all of a fleet alike.
     `prefill_peers` are RPC addresses of workers of which one computes a long prompt, where no
     gateway has named one. What it lends of its host memory and disk lies in `stage_bytes` of memory
-    meanwhile; 0: it lends nothing of them."""
+    meanwhile; 0: it lends nothing of them. `interface` is the device by which alone it is read over
+    TCP, and reads; empty: any."""
 
     host: str = LOOPBACK
     port: int = 0
@@ -93,6 +99,7 @@ class TransferPlace(msgspec.Struct, frozen=True):
     arena_bytes: int = ARENA_BYTES
     digest: str = XXH3
     stage_bytes: int = STAGE_BYTES
+    interface: str = ""
 
     def lends(self, tiers: Collection[Tier]) -> tuple[Tier, ...]:
         """Return from where a node with these tiers lends."""
@@ -101,8 +108,10 @@ class TransferPlace(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Raise InvalidInput for roads that are none or not installed, peers that have no such
-        address, and a digest that needs a key where there is none."""
+        address, an interface that is not here, and a digest that needs a key where there is
+        none."""
         digests_of(self)
+        check_interface(self.interface, field="transfer-interface")
         kinds_of(self.roads)
         check_engines(self.roads, host=self.host, arena_bytes=self.arena_bytes)
         for peer in self.prefill_peers:
@@ -149,7 +158,8 @@ class NodeTransfers:
         if READV.name in place.roads:
             permit_readers()
         counted = _Counted(self._lenders, self)
-        self._server = TcpServer(counted, place.host, port=place.port, key=key)
+        lends_by = LenderSettings(interface=place.interface)
+        self._server = TcpServer(counted, place.host, port=place.port, key=key, settings=lends_by)
         self.address = f"{place.host}:{self._server.port}"
         if lending is not None:
             lending.address = self.address
@@ -159,7 +169,10 @@ class NodeTransfers:
             self._server.close()
             raise
         opened, arena = self._engines.opened, self._engines.arena
-        roads = NodeRoads(key, place.roads, engines=opened, arena=arena, digests=digests)
+        reads_by = ReaderSettings(interface=place.interface)
+        roads = NodeRoads(
+            key, place.roads, settings=reads_by, engines=opened, arena=arena, digests=digests
+        )
         self.service = TransferService(
             lambda loop: (
                 SourceSide(unit, self._lenders, self._on_engine, digests=digests, loop=loop),

@@ -62,6 +62,7 @@ from ownerserve.transfer.control.events import (
     FreeRoom,
     PeerAnswered,
     PeerLink,
+    PeerReplaced,
     QuestionLost,
     ReadEnded,
     ReadGoal,
@@ -417,7 +418,8 @@ class TargetSide:
             self._roads.arena.unproven(ended.number, self._loop.time())
 
     def _meet(self, lender: LenderAddress) -> None:
-        """Let go of what is open to a former life of the lender's worker: nobody is there."""
+        """Let go of what is open to a former life of the lender's worker, and of what waits for
+        it: nobody is there."""
         former = self._met.get(lender.unit.worker)
         self._met[lender.unit.worker] = lender
         if former is None or former.unit == lender.unit:
@@ -432,6 +434,7 @@ class TargetSide:
             del self._memory[place]
         if former.address != lender.address and (line := self._lines.pop(former.address, None)):
             line.close()
+        self._later(PeerReplaced(former.unit))
 
     def _drop(self, mover: Mover) -> None:
         """Close a road on which nobody is read any more; the next read opens it anew."""

@@ -54,7 +54,6 @@ class LendOpened(msgspec.Struct, frozen=True):
     ranks: tuple[LentRank, ...]
     pieces: tuple[SizedPiece, ...]
     follows: TurnId = NO_TURN
-    version: int = 0
 
 
 class LendNotOpened(msgspec.Struct, frozen=True, gc=False):
@@ -176,12 +175,10 @@ class BringEnd(StrEnum):
 
 
 class PeerLink(msgspec.Struct, frozen=True):
-    """A `PeerLink` is a way to ask a peer: one life of a unit, its address, and the key that it is
-    known by."""
+    """A `PeerLink` is a way to ask a peer: one life of a unit, and its address."""
 
     unit: RoutingUnit
     address: str
-    key_id: str = ""
 
 
 class WantedArtifact(msgspec.Struct, frozen=True, gc=False):

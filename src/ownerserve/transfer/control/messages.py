@@ -44,7 +44,8 @@ class ReaderRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class LentRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A `LentRank` is what one rank of T reads from one rank of S: its heads [first_head, end_head)
-    of `component` (empty: of every one), at an address, under the key of that id."""
+    of `component` (empty: of every one), at an address. `key_id` is empty, and there for the sake
+    of those behind it: a fleet has one key."""
 
     source_rank: int
     reader_rank: int
@@ -75,11 +76,10 @@ class Lend(msgspec.Struct, frozen=True, tag="lend"):
 
 
 class Lent(msgspec.Struct, frozen=True, tag="lent"):
-    """Lent answers `Lend`: a ticket stands. `version` is the state's, as S's node counts it."""
+    """Lent answers `Lend`: a ticket stands."""
 
     ticket: int
     ranks: tuple[LentRank, ...]
-    version: int = 0
 
 
 class LendRefused(msgspec.Struct, frozen=True, tag="refused"):

@@ -293,7 +293,7 @@ class TransferSource:
         self._lends[event.ticket] = lend
         if event.follows != NO_TURN:
             self._following.setdefault(event.follows, []).append(lend)
-        lent = Lent(event.ticket, event.ranks, event.version)
+        lent = Lent(event.ticket, event.ranks)
         self._tell(opening.nonce, lent, now)
         self._grow(lend, event.pieces)
         return [AnswerPeer(opening.question, lent), *self._go_on(lend)]

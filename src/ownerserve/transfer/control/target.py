@@ -49,6 +49,7 @@ from ownerserve.transfer.control.links import PeerLinks
 from ownerserve.transfer.control.messages import (
     Grown,
     Lend,
+    LendGone,
     LendRefusal,
     LendRefused,
     Lent,
@@ -200,7 +201,9 @@ class TransferTarget:
                 return self._ask_next(bring, now)
             case Grown() if is_more:
                 return self._grown(bring, answer, question=question, now=now)
-        return self._end(bring, BringEnd.GONE if is_more else BringEnd.MISMATCH, now)
+            case LendGone() if is_more:
+                return self._end(bring, BringEnd.GONE, now)
+        return self._end(bring, BringEnd.MISMATCH, now)
 
     def _take_question(self, question: int) -> OpenBring | None:
         """Return the bring that waits for this answer; None: nobody does, any more."""

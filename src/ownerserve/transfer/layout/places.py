@@ -12,7 +12,6 @@ is arrays: 128k tokens of 61 layers are some 125,000 runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.regions import Region
-from ownerserve.transfer.layout.forms import RawSpan, form_of, spans_of
 from ownerserve.transfer.layout.heads import with_heads
 from ownerserve.transfer.vocabulary import FramePiece, Runs
 
@@ -28,7 +26,7 @@ Numbers = NDArray[np.int64]
 Tables = Sequence[Numbers]
 """Block ids of an artifact's units [0, n), in order: an array for each block table."""
 
-_Cut = tuple[int, int, int, int, bytes]
+_Cut = tuple[int, int, int, int]
 
 
 class _Column(msgspec.Struct, frozen=True):
@@ -63,15 +61,9 @@ class RegionPlaces:
         self.region = region
         self._templates: dict[_Cut, _Template] = {}
 
-    @cached_property
-    def form(self) -> bytes:
-        """`form` is the digest of how the region's blocks are laid out, wherever they lie: where
-        two sides have the same, pieces may go in raw order."""
-        return form_of(self.region)
-
     def runs(self, piece: FramePiece, tables: Tables) -> Runs:
         """Return where the piece's bytes lie, in their order. Raises InvalidInput for units,
-        layers, heads or blocks that are not there, and for a form that is not the region's."""
+        layers, heads or blocks that are not there."""
         template = self._template(piece)
         scaled = [self._scaled(column, piece, tables) for column in template.sources]
         blocks = scaled[0] if len(scaled) == 1 else np.concatenate(scaled, axis=1)
@@ -107,13 +99,13 @@ class RegionPlaces:
 
     def _template(self, piece: FramePiece) -> _Template:
         layers, heads = (piece.first_layer, piece.end_layer), (piece.first_head, piece.end_head)
-        cut = (*layers, *heads, piece.form)
+        cut = (*layers, *heads)
         found = self._templates.get(cut)
         if found is None:
-            found = self._templates[cut] = self._made(range(*layers), range(*heads), piece.form)
+            found = self._templates[cut] = self._made(range(*layers), range(*heads))
         return found
 
-    def _made(self, layers: range, heads: range, form: bytes) -> _Template:
+    def _made(self, layers: range, heads: range) -> _Template:
         region, parts = self.region, self.region.section.parts
         if not 0 <= layers.start < layers.stop <= region.section.layers:
             problem = f"[{layers.start}, {layers.stop}) of {region.section.layers}"
@@ -122,11 +114,6 @@ class RegionPlaces:
         if not is_whole and len({part.shape[0] for part in parts}) > 1:
             problem = f"{region.section.name} has parts of unequal layers"
             raise InvalidInput("layers", problem, "ask for all of them")
-        if form:
-            if form != self.form or heads.stop:
-                what = "some heads" if heads.stop else "blocks of another form"
-                raise InvalidInput("form", what, "ask for the frame's order")
-            return _template_of([_raw(region, span) for span in spans_of(region, layers)])
         region = with_heads(region, heads) if heads.stop else region
         return _template_of(
             [
@@ -155,14 +142,6 @@ def _framed(region: Region, part: int, layer: int) -> _Rows:
         begins = (begins[:, None] + np.arange(axis) * stride).reshape(-1)
     column = _Column(region.table(layer), lane.block_bytes, count)
     return _Rows(column, begins, row_bytes)
-
-
-def _raw(region: Region, span: RawSpan) -> _Rows:
-    rows = _framed(region, *span.lanes[0])
-    if not span.bytes:  # its lanes lie apart
-        return rows
-    begin = np.array([span.address], np.int64)
-    return msgspec.structs.replace(rows, begins=begin, row_bytes=span.bytes)
 
 
 def _template_of(unit: Sequence[_Rows]) -> _Template:
@@ -200,6 +179,8 @@ def _joined(both: Numbers, blocks: Numbers, template: _Template) -> Runs:
     inside = blocks[:, right] - blocks[:, left] == apart
     between = addresses[:-1, -1] + template.lengths[-1] == addresses[1:, 0]
     flat, sizes = addresses.reshape(-1), lengths.reshape(-1)
+    if len(template.lengths) == 1 and between.all():  # whole units, one behind another
+        return Runs(flat[:1], template.lengths * len(flat))
     if not inside.any() and not between.any():
         return Runs(flat, sizes)
     apart_there = np.ones((len(blocks), 1 + inside.shape[1]), np.bool_)

@@ -85,9 +85,16 @@ def cut(goal: Runs, source: Runs, *, chunk_bytes: int) -> Cuts | UnfitSource:
             sources=_vectors(source.addresses, source.lengths),
             chunks=(0, count) if count else (0,),
         )
-    into, out = _begins(goal), _begins(source)
+    out = _begins(source)
     if total != int(out[-1]):
         return UnfitSource()
+    if 0 < total <= chunk_bytes and len(goal.lengths) == 1:  # a landing takes all in one run
+        return Cuts(
+            goals=_vectors(goal.addresses[0] + out[:-1], source.lengths),
+            sources=_vectors(source.addresses, source.lengths),
+            chunks=(0, len(source.lengths)),
+        )
+    into = _begins(goal)
     limits = np.arange(0, total, chunk_bytes, dtype=np.int64)
     edges = np.concatenate((into, out, limits))
     edges.sort(kind="stable")  # three sorted ones: merged

@@ -26,6 +26,11 @@ from ownerserve.engines.hf.model.tiny import TINY_MODELS, random_model, tiny_con
 from ownerserve.engines.hf.node.port import HfPort  # noqa: E402
 from ownerserve.engines.hf.state.host_memory import arena_memory  # noqa: E402
 from ownerserve.kv.ids import TurnId  # noqa: E402
+from ownerserve.node.transfers.landing import Landing  # noqa: E402
+from ownerserve.transfer.control.events import WantedArtifact  # noqa: E402
+from ownerserve.transfer.layout.joining import join  # noqa: E402
+from ownerserve.transfer.layout.places import RegionPlaces  # noqa: E402
+from ownerserve.transfer.vocabulary import FramePiece  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -88,6 +93,22 @@ def test_a_slot_lies_where_its_region_says(family):
         for slot in range(region.blocks):
             assert read_unit(region, slot) == held[name, slot]
             assert bytes(port.read_slots(name, [slot])) == held[name, slot]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_lent_goes_as_it_lies(family):
+    """Of scattered slots each is one copy, whole, into where a peer's bring lands: a pool has the
+    frame's own order, so that equal layouts go raw."""
+    runner = ModelRunner(random_model(tiny_config(family)))
+    runner.allocate({c.name: 5 for c in runner.layout.components}, 2)
+    for region in HfPort(runner).regions():
+        section = region.section
+        piece = FramePiece(bytes(32), 0, 5, 0, section.layers)
+        wanted = WantedArtifact(section.name, piece, 5 * section.payload_bytes)
+        goal = Landing([wanted], {section.name: section}).runs(piece)
+        source = RegionPlaces(region).runs(piece, [np.array([4, 2, 0, 3, 1])])
+        padded = sum(part.payload_bytes != part.padded_bytes for part in section.parts[:-1])
+        assert len(join(goal, source).lengths) == 5 * (1 + padded)
 
 
 def test_the_border_moves_no_address_and_changes_how_many_there_are():

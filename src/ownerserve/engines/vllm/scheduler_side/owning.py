@@ -40,6 +40,7 @@ from ownerserve.node.ownership.ownership import (
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.transfers.opening import TransferPlace
 from ownerserve.node.transfers.roads import SHM, TCP
+from ownerserve.transfer.movers.tcp.settings import check_interface
 
 FIELD = "kv_connector_extra_config.directory"
 HEARD_KEPT = 4096
@@ -50,6 +51,7 @@ CLOSE_S = 2.0
 KEY_FIELD = "kv_connector_extra_config.curve_key_file"
 HOST_FIELD = "kv_connector_extra_config.rpc_host"
 TRANSFER_FIELD = "kv_connector_extra_config.transfer_host"
+INTERFACE_FIELD = "kv_connector_extra_config.transfer_interface"
 
 
 def fleet_key(key_file: str) -> FleetKey | None:
@@ -70,16 +72,23 @@ def gateway_port(host: str, port: int, key_file: str) -> RpcServer | None:
     return RpcServer(host=host, port=port, key=key)
 
 
-def transfer_place(host: str, port: int, key_file: str, *, lend_bytes: int) -> TransferPlace:
+def transfer_place(
+    host: str, port: int, key_file: str, *, lend_bytes: int, interface: str
+) -> TransferPlace:
     """Return where peers read this engine. They are read by shared memory and TCP alone: that any
     process of its user may read its own memory is not for a connector to say.
 
-    Raises InvalidInput where nobody may read it without keys.
+    Raises InvalidInput where nobody may read it without keys, and for an interface that is not
+    here.
     """
     key = fleet_key(key_file)
     at = msgspec.structs.replace(TRANSFER, host_option=TRANSFER_FIELD, opened_by="curve_key_file")
     check_reach(at, host, Protection.OPEN if key is None else Protection.KEYED)
-    return TransferPlace(host, port, key=key, roads=(SHM.name, TCP.name), stage_bytes=lend_bytes)
+    check_interface(interface, field=INTERFACE_FIELD)
+    roads = (SHM.name, TCP.name)
+    return TransferPlace(
+        host, port, key=key, roads=roads, stage_bytes=lend_bytes, interface=interface
+    )
 
 
 def opener(url: str, key_file: str = "") -> Callable[[], Directory]:

@@ -82,6 +82,17 @@ def keep_to(sock: socket.socket, interface: str) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name)
 
 
+def check_interface(interface: str, *, field: str) -> None:
+    """Raise InvalidInput, naming `field`, for a device that this host has not, or to which this
+    process may not keep ("": any is right)."""
+    with socket.socket() as sock:
+        try:
+            keep_to(sock, interface)
+        except OSError as error:
+            problem = f"{interface[:80]!r}: {error.strerror}"
+            raise InvalidInput(field, problem, "name a device of this machine, as eth1") from error
+
+
 def tune(sock: socket.socket) -> None:
     """Have the socket never wait, send small frames at once and find a silent host."""
     sock.settimeout(0)

@@ -1,13 +1,13 @@
 """The frames of the TCP mover: what each says, and the bytes that it is.
 
-    asks      | kind 1, digest 1, 0 x 6 | number 8 | ticket 8 | artifact 32 | form 32 | first and
+    asks      | kind 1, digest 1, 0 x 6 | number 8 | ticket 8 | artifact 32 | 0 x 32 | first and
               end unit, layer, head: 4 each | bytes 8 | MAC 16 |                      = 136 bytes
     answers   | kind 1, outcome 1, 0 x 6 | number 8 | bytes 8 | digest 32 | MAC 16 |   = 72 bytes
 
 All little-endian; each direction's frames are of one length, so that no length is believed before
 its MAC. A `PartHead` is followed by as many bytes of the piece as it says: whole slices
 (gather.py), but for the piece's end. The MAC is of the frame's place in its direction, and its
-body: a frame left out, sent twice or out of turn does not match. A form of zeros is none.
+body: a frame left out, sent twice or out of turn does not match.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from ownerserve.transfer.vocabulary import FramePiece
 ARTIFACT_BYTES = 32
 MAC_BYTES = 16
 DIGEST_BYTES = 32
-FORM_BYTES = 32
 _ASK = Struct("<BB6xQQ32s32sIIIIIIQ")
 _ANSWER = Struct("<BB6xQQ32s")
 ASK_BYTES = _ASK.size + MAC_BYTES
 ANSWER_BYTES = _ANSWER.size + MAC_BYTES
 _PLACE = Struct("<Q")
 _NO_DIGEST = bytes(DIGEST_BYTES)
-_NO_FORM = bytes(FORM_BYTES)
+_SPARE = bytes(32)
 _BRING, _PART, _OVER = 1, 2, 3
 
 
@@ -67,16 +66,15 @@ class Bring(msgspec.Struct, frozen=True, gc=False):
     def body(self) -> bytes:
         """Return the frame without its MAC. Raises ValueError for what does not fit into it."""
         piece = self.piece
-        if len(piece.artifact) != ARTIFACT_BYTES or len(piece.form) not in (0, FORM_BYTES):
-            raise ValueError("an artifact's name, or a form, of another length")
+        if len(piece.artifact) != ARTIFACT_BYTES:
+            raise ValueError("an artifact's name of another length")
         layers = (piece.first_layer, piece.end_layer)
         heads = (piece.first_head, piece.end_head)
         cut = (piece.first_unit, piece.end_unit, *layers, *heads)
         numbers = (self.number, self.ticket, self.size_bytes)
         if min(*numbers, *cut) < 0 or max(cut) >> 32 or max(numbers) >> 64:
             raise ValueError("a number that does not fit")
-        form = piece.form or _NO_FORM
-        facts = (self.number, self.ticket, piece.artifact, form, *cut, self.size_bytes)
+        facts = (self.number, self.ticket, piece.artifact, _SPARE, *cut, self.size_bytes)
         return _ASK.pack(_BRING, self.digest, *facts)
 
 
@@ -108,10 +106,9 @@ class Over(msgspec.Struct, frozen=True, gc=False):
 
 def decode_ask(body: bytes) -> Bring:
     """Return what is asked. Raises Corrupt for what no asker of ours writes."""
-    kind, digest, number, ticket, artifact, form, *cut, size = _unpacked(_ASK, body)
-    facts = [artifact, *cut, b"" if form == _NO_FORM else form]
-    piece = FramePiece(*facts)
-    if kind != _BRING or digest not in tuple(DigestKind):
+    kind, digest, number, ticket, artifact, spare, *cut, size = _unpacked(_ASK, body)
+    piece = FramePiece(artifact, *cut)
+    if kind != _BRING or digest not in tuple(DigestKind) or spare != _SPARE:
         raise Corrupt("no frame that asks")
     return Bring(number, ticket, piece, size, DigestKind(digest))
 
