@@ -37,6 +37,7 @@ from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.upstream import IDLE_MAX, UpstreamConnection, WorkerPool
 from ownerserve.gateway.logs import AccessLog, WorkerLog
 from ownerserve.gateway.owner_changes import OwnerChanges
+from ownerserve.gateway.patterns import SessionPatterns
 from ownerserve.gateway.processes.homes import Homes
 from ownerserve.gateway.receipts import receipts_of
 from ownerserve.gateway.refusals import Refusals
@@ -110,7 +111,13 @@ from ownerserve.router.messages import (
     Unpromised,
 )
 from ownerserve.router.opening import OpeningRule
-from ownerserve.router.requests.body import Usage, believed, scan_usage
+from ownerserve.router.requests.body import (
+    AnswerFinish,
+    Usage,
+    believed,
+    scan_finish,
+    scan_usage,
+)
 from ownerserve.router.requests.identity import SessionIdentity
 from ownerserve.router.sessions import RoutedSession, Use
 from ownerserve.router.state import RouterState
@@ -598,6 +605,9 @@ class Turns:
         elif isinstance(wanted, AskRelease):
             self.releasing.ask(wanted)
         self.observer.finished(now - started_s, usage)
+        self.observer.finishes[scan_finish(tail)] += 1
+        if session is not None and came.mode is not None:
+            self.observer.patterns.ran(session, came.mode, begun.first_byte_s)
         self.observer.ran(came.mode, first_byte_s=begun.first_byte_s, duration_s=now - started_s)
         if self.access_log is not None:
             self.access_log.ended(dispatch.receipt, "finished", usage=usage, now_s=now)
@@ -716,6 +726,9 @@ class Observer:
         self.duration_s = Histogram()
         self.by_mode: dict[ExecutionMode | None, ModeLatency] = {}
         """None: turns of which nobody says how they were served."""
+        self.patterns = SessionPatterns()
+        self.finishes: Counter[AnswerFinish] = Counter()
+        """Whole answers by why they ended: `length` is one that is cut off."""
         self.owner_changes = OwnerChanges()
         self.began_at_s = now()
         self.rejections: Counter[str] = Counter()
