@@ -228,7 +228,7 @@ def _transfers(
     sections = {name: PayloadSection(name, of) for name, of in parts.items()}
     block = runner.layout.block_tokens
     transfers = NodeTransfers(unit, lending, sections, block_tokens=block, place=place)
-    tiers = node.add_peers(transfers.peers)
+    tiers = node.add_peers(transfers.peers, place.brings)
     transfers.lend_stored(state.names, state.residency, tiers, prices=state.costs.prices)
     metrics.registry.register(TransferCollector(transfers))
     return transfers
