@@ -94,3 +94,49 @@ def test_one_that_runs_or_is_unknown_is_not_let_go() -> None:
     driver.begin("t", blocks_of(8, 9, 10, 11, 12), session="c")
     with pytest.raises(InvalidInput, match="runs"):
         driver.cache.sessions.let_go(SessionId("c"))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_turn_for_somebody_else_added_goes_before_all_else(policy: str) -> None:
+    """The newest of all, and of no session: what was here before it and the others' stays."""
+    driver = Driver(DENSE, blocks=12, policy=EVICTION_POLICIES[policy]())
+    driver.turn("own", blocks_of(0, 1))
+    driver.now = 1.0
+    driver.turn("a", blocks_of(4, 5, 6, 7), session="a")
+    driver.now = 2.0
+    prompt = blocks_of(0, 1, 2, 3, 10, 11)
+    driver.turn("others", prompt)
+    leftovers = driver.cache.leftovers
+    assert leftovers.let_go(prompt, behind=2) == 4
+    driver.evict(4)
+    driver.check()
+    assert driver.check_match(blocks_of(0, 1, 9)).range_tokens == 2 * B
+    assert driver.check_match(blocks_of(4, 5, 6, 7, 9)).range_tokens == 4 * B
+    assert leftovers.let_go(prompt, behind=2) == 0, "it is gone"
+
+
+def test_it_is_freed_at_once_where_that_is_wanted_but_not_what_is_held() -> None:
+    driver = three_idle("lru")
+    driver.evict(4)
+    driver.now = 6.0
+    prompt = blocks_of(20, 21, 22, 23)
+    driver.turn("others", prompt)
+    lent = driver.cache.lends.lend([prompt[: 2 * len(prompt) // 4]], 6.0, idle_s=5.0)
+    leftovers = driver.cache.leftovers
+    assert leftovers.let_go(prompt, behind=0) == 2
+    leftovers.free(2)
+    driver.cache.lends.end(lent)
+    assert leftovers.let_go(prompt, behind=0) == 2
+    leftovers.free(2)
+    driver.check()
+    assert held(driver) == [0, 4, 4]
+    assert driver.cache.occupancy.blocks.free == 4
+
+
+def test_what_a_session_or_a_waiting_turn_stands_on_is_nobody_s_leftover() -> None:
+    driver = three_idle("lru")
+    leftovers, prompt = driver.cache.leftovers, blocks_of(8, 9, 10, 11)
+    assert leftovers.let_go(prompt, behind=0) == 0
+    driver.evict(8)
+    assert held(driver)[2] == 4
+    assert leftovers.let_go(blocks_of(30, 31), behind=0) == 0, "nothing of it is here"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ownerserve.gateway.config import PrefillLegs
 from ownerserve.router.worker import WorkerRole
 from tests.support.examples import examples
 from tests.support.gateway.leg_play import LegPlay
@@ -24,11 +25,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "hedge": {"hedge_after_s": 1.0},
     "carry_on": {"carry_on": True, "hedge_after_s": 1.0},
     "prefill": {"policy": "static_pd", "roles": ROLES},
+    "ahead": {"policy": "static_pd", "roles": ROLES, "prefill_legs": PrefillLegs.BOTH},
 }
 OUTCOMES = {
     "hedge": {"sent", "won", "outrun", "failed", "instead", "aborted", "nobody"},
     "carry_on": {"begun", "done", "differs", "nobody"},
     "prefill": {"done", "connect", "closed", "refused", "malformed"},
+    "ahead": {"computed", "connect", "closed", "refused", "unwanted"},
 }
 BEGINS = {"carry_on": ("w0 opens", "1 streams", "1 says")}
 """A stream has begun; what comes before it is the same for all."""

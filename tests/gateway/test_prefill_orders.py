@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from ownerserve.gateway.config import PrefillLegs
 from ownerserve.gateway.workers.rpc import WorkerLines, WorkerNames
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import PlacementAction, RoutingUnit, Tier
-from ownerserve.kv.wire.headers import TURN_HEADER, LenderAddress, decode_turn_line
+from ownerserve.kv.wire.headers import TURN_HEADER, LenderAddress, TurnLine, decode_turn_line
 from ownerserve.kv.wire.status import (
     LoadStatement,
     ProfileStatement,
@@ -28,6 +29,7 @@ from tests.support.gateway.admission import Admission
 from tests.support.gateway.world import FakeEngine, Play, World, header
 from tests.support.router.answer_lines import said
 from tests.support.router.fleets import SPEED
+from tests.support.waits import WAIT_S
 
 P_UNIT = RoutingUnit(WorkerId("p-by-its-own-name"), 0, Incarnation(7))
 D_UNIT = RoutingUnit(WorkerId("d-by-its-own-name"), 0, Incarnation(8))
@@ -141,6 +143,110 @@ def test_a_worker_that_answers_with_an_error_has_had_nothing_computed(play: Play
         pair.close()
 
     play(scenario, prepare=pair.prepare, policy="static_pd")
+
+
+# Both are asked at once
+
+
+def leg_lines(engine: FakeEngine) -> list[TurnLine]:
+    said = [header(head, TURN_HEADER.encode()) for head, _ in engine.seen]
+    return [decode_turn_line((line or b"{}").decode()) for line in said]
+
+
+def ahead(world: World) -> dict[str, int]:
+    counts = world.gateway.legs.counts
+    return {outcome: count for (leg, outcome), count in counts.items() if leg == "ahead"}
+
+
+def queued(world: World) -> list[float]:
+    return [worker.queue_ms for worker in world.gateway.state.fleet]
+
+
+def test_who_computes_and_who_answers_are_asked_at_once_under_one_number(play: Play) -> None:
+    pair = Pair()
+
+    async def scenario(world: World) -> None:
+        prefill, decode = world.engines
+        decode.says = said(D_UNIT.incarnation, mode="remote_prefill")
+        decode.is_mute = True
+        client = await world.client()
+        body = b'{"prompt": "x", "max_tokens": 9, "stream": false, "session_id": "a"}'
+        turn = asyncio.create_task(client.post("/v1/completions", body, x__session__id="a"))
+        async with asyncio.timeout(WAIT_S):
+            while not (ahead(world) and decode.seen):
+                await asyncio.sleep(0.001)
+        assert ahead(world) == {"computed": 1}
+        assert queued(world)[0] == 0.0, "what is computed is no load any more"
+        [(_, asked)] = prefill.seen
+        assert (json.loads(asked)["max_tokens"], json.loads(asked)["session_id"]) == (1, None)
+        [to_p], [to_d] = leg_lines(prefill), leg_lines(decode)
+        assert to_p.nonce is not None
+        assert to_p == TurnLine(target=to_p.target, nonce=to_p.nonce, prefill=True)
+        assert to_p.target is not None and to_p.target.incarnation == P_UNIT.incarnation
+        assert (to_d.nonce, to_d.prefill) == (to_p.nonce, False)
+        assert to_d.decode_from == LenderAddress(P_UNIT, pair.ports[0].address)
+        decode.go_on.set()
+        assert (await turn).status == 200
+        assert said_of_legs(world) == {"done": 1}
+        # Its next turn: what the one that answered has is read from there, by the session's name.
+        assert (await client.post("/v1/completions", body, x__session__id="a")).status == 200
+        lender = leg_lines(prefill)[1]
+        assert lender.bring_from == LenderAddress(D_UNIT, pair.ports[1].address)
+        assert lender.name == leg_lines(decode)[1].name is not None
+        assert lender.nonce != to_p.nonce
+        await world.settled()
+        assert all(not worker.requests for worker in world.gateway.state.fleet)
+        pair.close()
+
+    play(scenario, prepare=pair.prepare, policy="static_pd", prefill_legs=PrefillLegs.BOTH)
+
+
+def test_who_would_compute_and_is_silent_is_hung_up_on_as_the_answer_begins(play: Play) -> None:
+    pair = Pair()
+
+    async def scenario(world: World) -> None:
+        prefill, decode = world.engines
+        decode.says = said(D_UNIT.incarnation, mode="cold_prefill")
+        prefill.is_mute = True
+        client = await world.client()
+        answer = await client.post("/v1/completions", b'{"prompt": "x"}')
+        assert answer.status == 200
+        assert ahead(world) == {"unwanted": 1}
+        assert said_of_legs(world) == {"on_the_spot": 1}
+        await world.settled()
+        assert queued(world) == [0.0, 0.0]
+        assert world.gateway.turns.pools[WorkerId(f"127.0.0.1:{prefill.port}")].idle == 0
+        # What is no turn has one leg, and so has what nobody is asked of by our protocol.
+        assert (await client.post("/v1/embeddings", b'{"input": "x"}')).status == 200
+        assert ahead(world) == {"unwanted": 1}
+        pair.close()
+
+    play(scenario, prepare=pair.prepare, policy="static_pd", prefill_legs=PrefillLegs.BOTH)
+
+
+def test_a_leg_ahead_that_fails_fails_no_turn(play: Play) -> None:
+    pair = Pair()
+
+    async def scenario(world: World) -> None:
+        prefill, decode = world.engines
+        decode.says = said(D_UNIT.incarnation, mode="cold_prefill")
+        prefill.refuses, client = (429, "queue_full"), await world.client()
+        answer = await client.post("/v1/chat/completions", x__session__id="a")
+        assert answer.status == 200
+        async with asyncio.timeout(WAIT_S):
+            while not ahead(world):
+                await asyncio.sleep(0.001)
+        assert set(ahead(world)) <= {"refused", "unwanted"}
+        prefill.drops_next, prefill.refuses = True, None
+        assert (await client.post("/v1/completions", b'{"prompt": "x"}')).status == 200
+        await prefill.kill()
+        assert (await client.post("/v1/completions", b'{"prompt": "x"}')).status == 200
+        await world.settled()
+        assert len(decode.seen) == 3
+        world.gateway.state.check()
+        pair.close()
+
+    play(scenario, prepare=pair.prepare, policy="static_pd", prefill_legs=PrefillLegs.BOTH)
 
 
 # Who is named

@@ -28,14 +28,15 @@ from tests.support.gateway.metric_names import told
 from tests.support.gateway.world import World
 
 OWN = {
-    "canary_share", "certificate_end_timestamp_seconds", "discovered_workers", "mode",
-    "process_life", "routing_constant", "seat_stay_seconds", "worker_busy_share", "worker_extents",
-    "worker_queue_seconds", "worker_refill_share", "worker_up",
+    "canary_share", "certificate_end_timestamp_seconds", "discovered_workers",
+    "longest_lost_run_turns", "mode", "process_life", "routing_constant", "seat_stay_seconds",
+    "worker_busy_share", "worker_extents", "worker_queue_seconds", "worker_refill_share",
+    "worker_up",
 }  # fmt: skip
 """Gauges that all relays tell alike."""
 SUMMED = {
     "clients", "clients_max", "live", "queue_turns", "request_body_bytes", "sessions",
-    "sessions_waiting", "turns_waiting",
+    "sessions_by_kept_share", "sessions_waiting", "turns_waiting",
     "worker_held_tokens", "worker_pending_prefill_tokens", "worker_requests", "worker_sessions",
 }  # fmt: skip
 

@@ -796,6 +796,10 @@ _PREFILLS = "node/test_prefills.py"
 _MOVES = "engines/hf/test_moves.py"
 _TAKEN = f"{_MOVES}::test_its_next_turn_is_an_append_where_it_went"
 _ORDERED = f"{_PREFILLS}::test_a_prompt_is_read_as_it_is_computed"
+_BOTH_LEGS = (
+    "engines/hf/test_prefill_both_legs.py"
+    "::test_the_prompt_is_computed_while_who_answers_has_not_asked_for_it"
+)
 _PLUGIN = "engines/vllm/test_plugin.py::test_the_routes_answer_for_the_engine_core"
 CUT_BY_HAND: dict[str, str] = {
     "node ask_lender": _READ,
@@ -815,6 +819,8 @@ CUT_BY_HAND: dict[str, str] = {
     "::test_a_session_leaves_a_busy_worker_with_its_state",
     "turn decode_from": "engines/hf/test_prefilling.py"
     "::test_a_prompt_is_computed_elsewhere_and_answered_here",
+    "turn nonce": _BOTH_LEGS,
+    "turn prefill": _BOTH_LEGS,
     "status kv_bytes_per_sequence": _PRICED,
     "status leaving": "engines/hf/test_leaving.py"
     "::test_each_session_goes_on_with_its_state_as_one_worker_after_the_other_leaves",

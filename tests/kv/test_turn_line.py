@@ -33,6 +33,8 @@ LENDER = LenderAddress(UNIT, "tcp://10.0.0.1:8101")
         TurnLine(name=NAME, parent=PARENT, group=GROUP, final=True, target=UNIT),
         TurnLine(name=NAME, target=UNIT, bring_from=LENDER),
         TurnLine(name=NAME, target=UNIT, decode_from=LENDER),
+        TurnLine(name=NAME, target=UNIT, decode_from=LENDER, nonce=(1 << 63) - 1),
+        TurnLine(target=UNIT, nonce=1, prefill=True),
     ],
 )
 def test_a_worker_reads_what_a_gateway_writes(line: TurnLine) -> None:
@@ -63,7 +65,7 @@ def test_who_computes_a_prompt_is_named_with_its_rpc_address() -> None:
 
 
 def test_what_a_later_version_adds_is_passed_over() -> None:
-    assert decode_turn_line(f'{{"name":"{NAME}","nonce":3,"verb":"serve"}}') == TurnLine(name=NAME)
+    assert decode_turn_line(f'{{"name":"{NAME}","when":3,"verb":"serve"}}') == TurnLine(name=NAME)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,9 @@ def test_what_a_later_version_adds_is_passed_over() -> None:
         ('{"decode_from":["w",0,1]}', f"{TURN_HEADER}.decode_from[0]"),
         ('{"decode_from":[["w",0,1],""]}', f"{TURN_HEADER}.decode_from[1]"),
         ('{"bring_from":[["w",0],"tcp://a:1"]}', f"{TURN_HEADER}.bring_from[0]"),
+        ('{"nonce":0}', f"{TURN_HEADER}.nonce"),
+        ('{"nonce":9223372036854775808}', f"{TURN_HEADER}.nonce"),
+        ('{"prefill":true}', f"{TURN_HEADER}.nonce"),
         ("[]", TURN_HEADER),
         ("", TURN_HEADER),
         ("mine", TURN_HEADER),

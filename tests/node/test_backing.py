@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from ownerserve.kv.clock import ManualClock
+from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.units import MIB
@@ -23,9 +26,20 @@ from ownerserve.node.storage.backing import (
 )
 from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.node.storage.media import open_remote, write_policy
+from ownerserve.node.vocabulary.events import PeerPrefix
 from ownerserve.node.vocabulary.records import Cell, Inside, RecordNames
+from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.disk.tier import DiskOptions, DiskTier
-from ownerserve.store.format.model import Meta, ReadHit, Want, WriteDone
+from ownerserve.store.format.model import (
+    Meta,
+    MissReason,
+    ReadHit,
+    ReadMiss,
+    ReadOutcome,
+    Want,
+    WriteDone,
+)
+from ownerserve.store.service.runtime import READERS
 from ownerserve.store.tiers.backend import Reservation, put
 from ownerserve.store.tiers.memory import MemoryTier
 from ownerserve.store.tiers.policy import KindLimits, TierLimits, by_utility, split
@@ -257,3 +271,46 @@ def test_a_pass_that_fails_is_counted_and_the_next_one_comes(
         until(lambda: backing.upkeep.counts["failed"] >= 2)
         backing.close()
     assert "upkeep failed" in caplog.text
+
+
+class WaitingPeers:
+    """Peers that are said to hold everything, and give a miss when they may."""
+
+    def __init__(self) -> None:
+        self.timings: deque[Loaded] = deque()
+        self.may = threading.Semaphore(0)
+        self.begun: list[tuple[Want, ...]] = []
+
+    def look(self, prefix: PeerPrefix) -> Mapping[bytes, float]:
+        return {}
+
+    def has(self, ids: Sequence[bytes]) -> frozenset[bytes]:
+        return frozenset(ids)
+
+    def read(self, wants: Sequence[Want], of: Sequence[Want] = ()) -> ReadOutcome:
+        self.begun.append(tuple(wants))
+        self.may.acquire()
+        return ReadMiss(MissReason.ABSENT, b"")
+
+    def expect(self, parts: Sequence[Sequence[Want]]) -> None: ...
+
+    def give_up(self, wants: Sequence[Want]) -> None: ...
+
+    def call_off(self, turn_id: TurnId) -> None: ...
+
+
+@pytest.mark.parametrize("brings", [1, 3])
+def test_so_many_turns_wait_for_peers_at_once_beside_the_store_s_reads(brings: int) -> None:
+    backing, peers = open_backing(None, MIB), WaitingPeers()
+    assert backing is not None
+    backing.add_peers(peers, brings)
+    asked = READERS + brings + 2
+    try:
+        for number in range(asked):
+            backing.service.submit_read([Want(bytes([number]) * 32, 0, None)])
+        until(lambda: len(peers.begun) == READERS + brings, what="all threads wait")
+        peers.may.release()
+        until(lambda: len(peers.begun) == READERS + brings + 1, what="one is free for the next")
+    finally:
+        peers.may.release(asked)
+        backing.close()

@@ -14,7 +14,7 @@ from threading import Event
 import pytest
 
 from ownerserve.cache.outcomes import Begun, NoRoom, Turn
-from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
+from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.framed import FramedClient
@@ -26,6 +26,7 @@ from ownerserve.kv.wire.rpc import (
     EndPrefill,
     Prefill,
     Reject,
+    RpcAnswer,
     decode_answer,
     encode,
     new_nonce,
@@ -34,8 +35,10 @@ from ownerserve.node.rpc.server import RpcClient
 from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 from ownerserve.node.transfers import turn_lends
 from ownerserve.node.transfers.lending import SessionHint
+from ownerserve.node.transfers.opening import TransferPlace
 from ownerserve.node.transfers.prefills import (
     UNASKED_S,
+    AfterRead,
     OrderedPrompt,
     Prefills,
     PrefillTimes,
@@ -553,6 +556,138 @@ def test_only_what_the_prompt_is_cut_into_is_lent_and_to_one_reader(
     p.node.between(lambda: p.node.lending.end(first.ticket)).result()
     assert p.aborted == [p.turn_id], "who read it has done with it"
     assert opened(good) == LendNotOpened(1, LendRefusal.NOT_HELD)
+
+
+class Leg:
+    """A gateway's leg to P, which asks for PROMPT under its number; `over`: how many tokens it was
+    told that there are."""
+
+    def __init__(self, p: SteppedEngine) -> None:
+        self.number = new_nonce()
+        self.over: list[int] = []
+        self._p = p
+
+    def begin(self, prompt: list[int] = PROMPT) -> RpcAnswer:
+        asked = Prefill(pack(prompt), leg=self.number)
+        return self._p.node.transfers.begin_leg(asked, self.over.append).result(60)
+
+    def order(self, **other: object) -> PeerPrefix:
+        """What D asks for by that number."""
+        worker = self._p.node.address
+        return wanted(worker, order=PrefillOrder(worker, pack(PROMPT), leg=self.number), **other)
+
+    def end(self) -> None:
+        """The gateway hangs up."""
+        self._p.node.transfers.end_leg(self.number)
+
+
+def test_a_leg_and_who_reads_its_prompt_are_told_of_one(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    leg = Leg(p)
+    begun = leg.begin()
+    assert isinstance(begun, Accepted)
+    p.begin()
+    p.step(0, 3)  # before anybody has asked to read it
+    reading = read_in(threads, d, leg.order())
+    is_lent(p)
+    p.step(3, 8)
+    assert not leg.over
+    p.step(8, BLOCKS)
+    assert_all(p, leg.order(), reading.result(60), d)
+    until(lambda: p.prefills.counts["read"] == 1, within_s=60, what="the prompt is given up")
+    assert leg.over == [BLOCKS * B]
+    assert (len(p.prompts), p.prefills.counts["joined"]) == (1, 1)
+    leg.end()
+    p.node.between(lambda: None).result()
+    assert p.prefills.counts["called_off"] == 0, "it was over"
+
+
+def test_a_leg_that_comes_behind_its_reader_joins_and_ends_with_it(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    leg = Leg(p)
+    reading = read_in(threads, d, leg.order())
+    assert isinstance(leg.begin(), Accepted)
+    p.begin()
+    is_lent(p)
+    p.step(0, 3)
+    leg.end()  # its client hung up: D will too
+    assert isinstance(reading.result(60), ReadMiss)
+    until(lambda: p.aborted == [p.turn_id], within_s=60, what="the turn is aborted")
+    assert leg.over == [3 * B]
+    assert (len(p.prompts), p.prefills.counts["called_off"]) == (1, 1)
+
+
+def test_who_reads_is_told_of_a_leg_s_prompt_while_a_step_computes_it(
+    p: SteppedEngine, d: Node
+) -> None:
+    leg, is_over = Leg(p), Event()
+    leg.begin()
+    p.node.between(is_over.wait)  # a long step
+    try:
+        assert d.transfers.peers.look(leg.order(compute_ms=1.0))
+    finally:
+        is_over.set()
+    assert d.transfers.counts().orders == {"accepted": 1}
+
+
+def test_another_prompt_under_a_leg_s_number_is_another_one(p: SteppedEngine) -> None:
+    leg = Leg(p)
+    assert isinstance(leg.begin(), Accepted)
+    assert isinstance(leg.begin([*PROMPT[:-1], 3, 4]), Accepted)
+    assert len(p.prompts) == 1, "of the same blocks"
+    assert isinstance(leg.begin([9, *PROMPT[1:]]), Accepted)
+    assert len(p.prompts) == 2
+
+
+def test_a_leg_of_what_is_here_is_over_at_once_and_one_that_is_refused_never_begins(
+    p: SteppedEngine,
+) -> None:
+    leg, again, busy = Leg(p), Leg(p), Leg(p)
+    leg.begin()
+    p.begin()
+    p.step(0, BLOCKS)
+    assert leg.over == [BLOCKS * B]
+    again.begin()
+    assert (again.over, len(p.prompts)) == ([BLOCKS * B], 1)
+    p.refusal = WorkerRefusal.QUEUE_FULL
+    assert busy.begin([9, *PROMPT]) == Reject(WorkerRefusal.QUEUE_FULL)
+    busy.end()
+    assert not busy.over
+
+
+@pytest.mark.parametrize("after_read", AfterRead)
+def test_what_was_computed_for_another_goes_first_or_at_once(
+    after_read: AfterRead, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    node = Node("p", place=TransferPlace(after_read=after_read))
+    p = SteppedEngine(node)
+    try:
+        own = [5, *PROMPT[1:]]
+        node.turn(SessionId("b" * 32), own)
+        node.between(lambda: node.cache.sessions.expire(1e9)).result()  # nobody's by now
+        free = node.cache.occupancy.blocks.free
+        prefix = ordered(p.node.address)
+        reading = read_in(threads, d, prefix)
+        p.begin()
+        is_lent(p)
+        p.step(0, BLOCKS)
+        assert isinstance(reading.result(60), ReadHit)
+        until(lambda: p.prefills.counts["read"] == 1, within_s=60, what="the prompt is given up")
+        node.between(lambda: None).result()
+        kept = free - node.cache.occupancy.blocks.free
+        assert kept == (BLOCKS if after_read is AfterRead.KEEP else 0)
+
+        def evict() -> tuple[int, int]:
+            node.cache.pressure.evict_blocks(kept)
+            both = (prefix_of(tokens, B).tokens for tokens in (PROMPT, own))
+            first, other = (node.cache.match(tokens).range_tokens // B for tokens in both)
+            return first, other
+
+        assert node.between(evict).result() == (0, BLOCKS)
+    finally:
+        node.close()
 
 
 def test_asked_again_under_its_nonce_it_is_one_prompt(p: SteppedEngine) -> None:

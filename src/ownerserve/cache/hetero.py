@@ -38,6 +38,7 @@ from ownerserve.cache.effects import (
 )
 from ownerserve.cache.ingest import Ingest
 from ownerserve.cache.layout import Layout, Table, TailBook
+from ownerserve.cache.leftovers import Leftovers
 from ownerserve.cache.lends import Lends
 from ownerserve.cache.occupancy import Occupancy
 from ownerserve.cache.outcomes import (
@@ -112,6 +113,7 @@ class HeteroCache:
         self.pressure = Pressure(
             self._pools, self._evictor, self._running, lends=self.lends, counters=self.counters
         )
+        self.leftovers = Leftovers(self._tree, self._pools)
         self.turnover = Turnover(self._pools, self._evictor, self.pressure)
         self.border = Border(
             self._pools,

@@ -270,7 +270,7 @@ class Sessions:
         stop = self._tree.lift(session)
         if stop is not None:
             if not stop.anchors:
-                self._let_go(stop)
+                prefix_tree.let_go(self._tree, stop)
             self._tree.prune(stop)
         session.row = None
         session.is_referenced = False
@@ -295,20 +295,7 @@ class Sessions:
             self._tree.unlock(session.pin)
             session.pin = None
         if session.stop is not None and len(session.stop.anchors or ()) == 1:
-            self._let_go(session.stop)
-
-    def _let_go(self, stop: ResumeDepth) -> None:
-        """Have what only led to `stop`, at an interval's end, go before all else: nobody will come
-        back to it here. What others stand on, or branch off from, stays as it is."""
-        node = stop.node
-        if stop.depth != node.end or stop.depth <= node.branch_top:
-            return
-        for above in reversed(node.stops):
-            others = 1 if above is stop else 0
-            if above.depth <= node.branch_top or len(above.anchors or ()) > others:
-                return
-            above.is_let_go = True
-            self._tree.cool(above)
+            prefix_tree.let_go(self._tree, session.stop)
 
     def expect(self, turn_id: TurnId, stop: ResumeDepth, now: float) -> None:
         """Give a turn that goes on from `stop`, and can't begin yet, a soft reference of its own,

@@ -25,7 +25,7 @@ from ownerserve.cli.options import PORT, DelayMs, Finite, curve_key_option
 from ownerserve.cli.output import OutputFile
 from ownerserve.gateway.admin import admin_server
 from ownerserve.gateway.checking import check
-from ownerserve.gateway.config import Config, StreamUsage
+from ownerserve.gateway.config import Config, PrefillLegs, StreamUsage
 from ownerserve.gateway.http.bodies import keep_pages
 from ownerserve.gateway.http.door import raise_descriptor_limit
 from ownerserve.gateway.logs import LEVELS, LogFormat, set_up
@@ -386,6 +386,14 @@ def _policies() -> str:
     help="ask: streams of chat and completions whose client does not ask for their usage are asked"
     " for it, and the event is kept back. leave: they are not, as for engines that don't know"
     " stream_options; nothing is learnt of such turns then.",
+)
+@click.option(
+    "--prefill-legs",
+    type=click.Choice([one.value for one in PrefillLegs]),
+    default=PrefillLegs.ONE.value,
+    show_default=True,
+    help="A turn whose prompt one hf worker computes for another one goes to who answers, who asks"
+    " the other one; or to both at once.",
 )
 @click.option(
     "--carry-on",

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ownerserve.cli.directory.embedded import embedded_at
 from ownerserve.cli.gateway_network import network_settings
 from ownerserve.cli.options import check_host, fleet_key
-from ownerserve.gateway.config import Config, StreamUsage
+from ownerserve.gateway.config import Config, PrefillLegs, StreamUsage
 from ownerserve.gateway.http.access import parse_worker, read_key
 from ownerserve.gateway.http.callers import KeyedCallers
 from ownerserve.gateway.receipts import ReceiptForm
@@ -94,6 +94,7 @@ def _made(said: dict[str, Any]) -> dict[str, Any]:
         "admin_key": _key(said["admin_key_file"], "--admin-key-file"),
         "receipts": ReceiptForm(said["receipts"]),
         "stream_usage": StreamUsage(said["stream_usage"]),
+        "prefill_legs": PrefillLegs(said["prefill_legs"]),
         "opening_s": _opening_s(said["opening_s"], said["directory"]),
         "bodies_max_bytes": said["body_memory_mib"] * MIB,
         "settings": by_hand(

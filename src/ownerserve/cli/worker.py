@@ -290,6 +290,22 @@ if TYPE_CHECKING:
     help="A prompt of which so much is to be computed is one for a prefill peer.",
 )
 @click.option(
+    "--brings",
+    type=click.IntRange(1, 256),
+    default=6,
+    show_default=True,
+    help="So many turns may wait at once for what other workers hold, or compute for them, beside"
+    " the four reads of the store: the next one waits until a thread is free.",
+)
+@click.option(
+    "--prefilled",
+    type=click.Choice(["keep", "free"]),
+    default="keep",
+    show_default=True,
+    help="What becomes of a prompt that was computed for another worker, once that one has it: it"
+    " is kept, and goes before all else when room is short, or it is freed at once.",
+)
+@click.option(
     "--part-tokens",
     type=click.IntRange(0),
     default=8192,
@@ -482,6 +498,7 @@ def _place(flags: dict[str, object], key: FleetKey | None) -> TransferPlace:
     """Return where other workers read this one."""
     from ownerserve.node.transfers.engines import ENGINES
     from ownerserve.node.transfers.opening import TransferPlace
+    from ownerserve.node.transfers.prefills import AfterRead
 
     roads = tuple(name.strip() for name in str(flags["transfer_roads"]).split(","))
     open_to_all = [name for name in roads if name in ENGINES]
@@ -499,6 +516,8 @@ def _place(flags: dict[str, object], key: FleetKey | None) -> TransferPlace:
         digest=str(flags["transfer_digest"]),
         stage_bytes=_size(flags, "lend_memory"),
         interface=str(flags["transfer_interface"]),
+        after_read=AfterRead(str(flags["prefilled"])),
+        brings=int(str(flags["brings"])),
     )
     place.check()
     return place

@@ -38,6 +38,15 @@ class StreamUsage(StrEnum):
     """Nobody asks."""
 
 
+class PrefillLegs(StrEnum):
+    """The legs of a turn whose prompt one of our workers computes for another one."""
+
+    ONE = "one"
+    """The turn goes to who answers, who asks the other one."""
+    BOTH = "both"
+    """The turn goes to both at once."""
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """A config has all settings of one gateway; a name's ending is its unit."""
 
@@ -96,6 +105,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     never."""
     stream_usage: StreamUsage = StreamUsage.ASK
     """Whether the usage of streams is asked for whose clients don't."""
+    prefill_legs: PrefillLegs = PrefillLegs.ONE
+    """How many legs a turn has whose prompt one of our workers computes for another one."""
     carry_on: bool = False
     """Whether a stream whose worker dies in its middle is carried on by another, where its request
     is greedy or has a seed."""

@@ -26,12 +26,15 @@ from ownerserve.gateway.admin_api.answers import (
     OwnerCount,
     OwnerRow,
     Owners,
+    PatternRow,
+    Patterns,
     Pressed,
     SessionRow,
     SessionsAnswer,
 )
 from ownerserve.gateway.entry.figures import entry_figures
 from ownerserve.gateway.histograms import Histogram
+from ownerserve.gateway.patterns import SessionPattern
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.sessions import RoutedSession
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 SESSIONS_TOLD_MAX = 1000
 """Sessions in one answer, however many are asked for: turns wait while it is made."""
+WORST_TOLD = 8
 
 
 class LivePage(msgspec.Struct, frozen=True):
@@ -112,7 +116,24 @@ def counts(gateway: Gateway) -> dict[str, Any]:
             )
             for mode, latency in observer.by_mode.items()
         ],
+        "patterns": Patterns(
+            kept_share=observer.patterns.bands(),
+            worst=[_pattern_row(*one) for one in observer.patterns.worst(WORST_TOLD)],
+            finishes={reason.value: count for reason, count in observer.finishes.items()},
+        ),
     }
+
+
+def _pattern_row(session: SessionId, pattern: SessionPattern) -> PatternRow:
+    return PatternRow(
+        session=session,
+        later_turns=pattern.later,
+        kept=pattern.kept,
+        lost_run=pattern.lost_run,
+        longest_lost_run=pattern.longest_lost_run,
+        first_byte_mean_s=round(pattern.first_byte_s / pattern.later, 6),
+        modes={mode.value: count for mode, count in pattern.modes.items()},
+    )
 
 
 def latency_of(histogram: Histogram) -> Latency:

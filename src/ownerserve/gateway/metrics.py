@@ -74,6 +74,7 @@ class GatewayCollector(Collector):
         yield _histogram("duration_seconds", "Arrival to the answer's end.", observer.duration_s)
         yield from entry_families(self._gateway.turns)
         yield from self._receipts()
+        yield from self._patterns()
         yield from self._nodes()
         yield from rollout_metrics(self._gateway.turns.rollout)
         yield from constant_metrics(self._gateway.state.settings)
@@ -230,6 +231,37 @@ class GatewayCollector(Collector):
             value=observer.lost_tokens,
         )
 
+    def _patterns(self) -> Iterator[Metric]:
+        """Yield how turns were served, by mode and by session, and how answers ended."""
+        observer = self._gateway.turns.observer
+        first_byte = HistogramMetricFamily(
+            _P + "mode_first_byte_seconds",
+            "Arrival to the answer's first byte, by how the turn was served; empty: nobody says.",
+            labels=["mode"],
+        )
+        for mode, latency in observer.by_mode.items():
+            histogram = latency.first_byte_s
+            buckets = _buckets(histogram)
+            first_byte.add_metric([mode or ""], buckets, sum_value=histogram.sum)
+        yield first_byte
+        shares = GaugeMetricFamily(
+            _P + "sessions_by_kept_share",
+            "Sessions seen last that had four later turns, by the share of these (percent) that"
+            " went on from what the session had left: many at both ends are two classes.",
+            labels=["share"],
+        )
+        for band, count in observer.patterns.bands().items():
+            shares.add_metric([band], count)
+        yield shares
+        yield GaugeMetricFamily(
+            _P + "longest_lost_run_turns",
+            "Turns in a row that the session which has fared worst was served without what it had"
+            " left.",
+            value=observer.patterns.longest_lost_run(),
+        )
+        finishes = {reason.value: count for reason, count in observer.finishes.items()}
+        yield _counts("answers", "Whole answers by why they ended.", finish=finishes)
+
     def _nodes(self) -> Iterator[Metric]:
         """Yield what was asked of workers' nodes and of the directory, and what answers said
         badly."""
@@ -382,10 +414,12 @@ def _counts(name: str, text: str, **counts: Mapping[str, int]) -> Metric:
 
 
 def _histogram(name: str, text: str, histogram: Histogram) -> HistogramMetricFamily:
-    edges = [*(str(float(edge)) for edge in histogram.edges), "+Inf"]
     return HistogramMetricFamily(
-        f"{_P}{name}",
-        text,
-        buckets=list(zip(edges, accumulate(histogram.counts), strict=True)),
-        sum_value=histogram.sum,
+        f"{_P}{name}", text, buckets=_buckets(histogram), sum_value=histogram.sum
     )
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Return a histogram's counts up to each edge."""
+    edges = [*(str(float(edge)) for edge in histogram.edges), "+Inf"]
+    return list(zip(edges, accumulate(histogram.counts), strict=True))

@@ -37,6 +37,7 @@ from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.upstream import IDLE_MAX, UpstreamConnection, WorkerPool
 from ownerserve.gateway.logs import AccessLog, WorkerLog
 from ownerserve.gateway.owner_changes import OwnerChanges
+from ownerserve.gateway.patterns import SessionPatterns
 from ownerserve.gateway.processes.homes import Homes
 from ownerserve.gateway.receipts import receipts_of
 from ownerserve.gateway.refusals import Refusals
@@ -67,7 +68,7 @@ from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import ExecutionMode, Tier
 from ownerserve.kv.wire.headers import TurnLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.kv.wire.rpc import Admit, Reject
+from ownerserve.kv.wire.rpc import NO_NONCE, Admit, Reject
 from ownerserve.router.decision import DispatchReason, Label, TurnClass
 from ownerserve.router.entry.limits import LimitKind
 from ownerserve.router.entry.queue import Entrant, HeldTurn
@@ -110,7 +111,13 @@ from ownerserve.router.messages import (
     Unpromised,
 )
 from ownerserve.router.opening import OpeningRule
-from ownerserve.router.requests.body import Usage, believed, scan_usage
+from ownerserve.router.requests.body import (
+    AnswerFinish,
+    Usage,
+    believed,
+    scan_finish,
+    scan_usage,
+)
 from ownerserve.router.requests.identity import SessionIdentity
 from ownerserve.router.sessions import RoutedSession, Use
 from ownerserve.router.state import RouterState
@@ -204,7 +211,7 @@ class Route:
     """A route is how a turn that was decided gets to its worker: over which connections, with which
     lines in its head, and with a place where the worker's admission gives one."""
 
-    __slots__ = ("_trace", "_turns", "dispatch", "prefiller")
+    __slots__ = ("_trace", "_turns", "dispatch", "leg", "prefiller")
 
     def __init__(self, turns: Turns, dispatch: Dispatch, trace: TurnTrace | None) -> None:
         self._turns = turns
@@ -212,6 +219,8 @@ class Route:
         self._trace = None if trace is None else trace.leg(dispatch)
         self.prefiller = turns.lines.prefiller_of(dispatch.decision, turns.worker_names)
         """Whom the worker itself asks to compute the prompt; None: nobody."""
+        self.leg = NO_NONCE
+        """The number of both legs, where the gateway asks who computes the prompt too."""
 
     @property
     def pool(self) -> WorkerPool:
@@ -269,7 +278,25 @@ class Route:
         turns, dispatch = self._turns, self.dispatch
         lender = turns.lines.lender_of(dispatch.decision, turns.worker_names)
         known = turns.session_of(dispatch)
-        return turn_line_of(dispatch, asked, known, lender=lender, prefiller=self.prefiller)
+        line = turn_line_of(dispatch, asked, known, lender=lender, prefiller=self.prefiller)
+        return structs.replace(line, nonce=self.leg) if self.leg else line
+
+    def prompt_line(self) -> TurnLine:
+        """Make the line of the leg that computes the prompt alone: what the worker that answers has
+        of the session is to be brought from there."""
+        turns, dispatch = self._turns, self.dispatch
+        prefill, known = dispatch.decision.prefill, turns.session_of(dispatch)
+        assert prefill is not None
+        worker, lender = dispatch.decision.worker, None
+        if known is not None and known.prompt_tokens:
+            lender = turns.lines.read_by(prefill, worker, turns.worker_names)
+        return TurnLine(
+            name=None if lender is None else dispatch.session,
+            target=prefill.unit,
+            bring_from=lender,
+            nonce=self.leg,
+            prefill=True,
+        )
 
     @property
     def leg_lines(self) -> bytes:
@@ -598,6 +625,9 @@ class Turns:
         elif isinstance(wanted, AskRelease):
             self.releasing.ask(wanted)
         self.observer.finished(now - started_s, usage)
+        self.observer.finishes[scan_finish(tail)] += 1
+        if session is not None and came.mode is not None:
+            self.observer.patterns.ran(session, came.mode, begun.first_byte_s)
         self.observer.ran(came.mode, first_byte_s=begun.first_byte_s, duration_s=now - started_s)
         if self.access_log is not None:
             self.access_log.ended(dispatch.receipt, "finished", usage=usage, now_s=now)
@@ -716,6 +746,9 @@ class Observer:
         self.duration_s = Histogram()
         self.by_mode: dict[ExecutionMode | None, ModeLatency] = {}
         """None: turns of which nobody says how they were served."""
+        self.patterns = SessionPatterns()
+        self.finishes: Counter[AnswerFinish] = Counter()
+        """Whole answers by why they ended: `length` is one that is cut off."""
         self.owner_changes = OwnerChanges()
         self.began_at_s = now()
         self.rejections: Counter[str] = Counter()

@@ -31,6 +31,7 @@ from tests.support.hf.engine_rig import (  # noqa: E402
     text,
     worst_error,
 )
+from tests.support.waits import until_async  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -182,6 +183,10 @@ def test_abort_gives_the_pool_back() -> None:
         rig.engine.abort("a")
         load = (await rig.engine.status(5)).load
         assert (load.running_sequences, load.waiting_sequences) == (0, 0)
+        idle = b"ownerserve_running_sequences 0.0"
+        await until_async(
+            lambda: idle in rig.metrics.render(), what="metrics, though nothing steps"
+        )
 
     rig.play(scenario)
     assert rooms.states.free == rooms.states.capacity

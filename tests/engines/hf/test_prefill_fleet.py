@@ -5,33 +5,26 @@ roles: each is asked by the other alone, and whatever is lost costs time and not
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ownerserve.gateway.config import Config  # noqa: E402
-from ownerserve.gateway.http.access import parse_worker  # noqa: E402
-from ownerserve.gateway.receipts import ReceiptForm  # noqa: E402
 from ownerserve.gateway.service import Gateway  # noqa: E402
 from ownerserve.kv.wire.headers import read_brought  # noqa: E402
-from ownerserve.router.settings import DEFAULTS  # noqa: E402
 from ownerserve.router.worker import WorkerRole  # noqa: E402
-from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
+from tests.support.hf.engine_rig import text  # noqa: E402
+from tests.support.hf.fleet_rig import WAIT_S  # noqa: E402
+from tests.support.hf.split_fleet import came_of, gateway_over, legs, turn  # noqa: E402
 from tests.support.hf.worker_process import WorkerProcess  # noqa: E402
 from tests.support.waits import until_async  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
 
-MODEL = "tiny-qwen3"
-WAIT_S = 300.0
 KEPT = ("--host-cache", "64MiB", "--kv-memory", "64MiB", "--dear")
 ROLES = ("prefill", "decode")
 
@@ -42,55 +35,6 @@ def workers(tmp_path: Path) -> Iterator[list[WorkerProcess]]:
     yield started
     for worker in started:
         worker.stop()
-
-
-@asynccontextmanager
-async def gateway_over(
-    workers: list[WorkerProcess], policy: str
-) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
-    config = Config(
-        workers=tuple(parse_worker(worker.url) for worker in workers),
-        policy=policy,
-        health_interval_s=0.1,
-        settings=msgspec.structs.replace(DEFAULTS, output_tokens=8, long_tokens=500),
-        receipts=ReceiptForm.OPEN,
-        seats=None,
-    )
-    gateway = Gateway(config)
-    await gateway.start()
-    try:
-        url = f"http://127.0.0.1:{gateway.port}"
-        async with httpx.AsyncClient(base_url=url, timeout=WAIT_S) as client:
-            yield gateway, client
-    finally:
-        await gateway.stop()
-
-
-async def turn(
-    client: httpx.AsyncClient, prompt: list[int], session: str, *, tokens: int = 8
-) -> tuple[list[int], httpx.Headers]:
-    """A turn whose answer is a cold engine's: its tokens, and the answer's head."""
-    body = {
-        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1,
-        "return_token_ids": True,
-    }  # fmt: skip
-    answer = await client.post("/v1/completions", json=body, headers={"x-session-id": session})
-    assert answer.status_code == 200, answer.text
-    choice: dict[str, Any] = answer.json()["choices"][0]
-    said: list[int] = choice["token_ids"]
-    logprobs = choice["logprobs"]["token_logprobs"]
-    for row, token, logprob in zip(reference(MODEL, prompt, said), said, logprobs, strict=True):
-        assert abs(float(row[token]) - logprob) <= TOLERANCE
-    return said, answer.headers
-
-
-def came_of(headers: httpx.Headers) -> tuple[str, str]:
-    return headers["x-ownerserve-action"], headers["x-ownerserve-mode"]
-
-
-def legs(gateway: Gateway) -> dict[str, int]:
-    counts = gateway.legs.counts
-    return {outcome: count for (leg, outcome), count in counts.items() if leg == "prefill"}
 
 
 def computed_for_peers(worker: WorkerProcess) -> float:

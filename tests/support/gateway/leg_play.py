@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from ownerserve.gateway.config import Config
+from msgspec.structs import replace
+
+from ownerserve.gateway.config import Config, PrefillLegs
 from ownerserve.gateway.exchange.exchange import Exchange
 from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.http.bodies import BodyBudget
@@ -20,7 +22,9 @@ from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.upstream import AnswerReader, BodySink, HeadSink, WorkerPool
 from ownerserve.gateway.service import Gateway
 from ownerserve.gateway.workers.health import in_role
-from ownerserve.kv.ids import WorkerId
+from ownerserve.gateway.workers.rpc import Places
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.router.messages import Failure, WorkerUp
 from ownerserve.router.worker import Profile, WorkerRole
 
@@ -193,12 +197,23 @@ class HandClient:
         self.ends.append(f"rejected {rejected.code}")
 
 
+class NoPlaces:
+    """Nobody's admission can be asked."""
+
+    def can_ask(self, worker: WorkerId) -> bool:
+        return False
+
+    are_held = can_ask
+
+
 class LegPlay:
     """One turn, step by step."""
 
     def __init__(
         self, body: dict[str, Any], *, roles: tuple[WorkerRole, ...] = (), **settings: Any
     ) -> None:
+        """Of a gateway that asks both workers of a split turn at once, workers speak our protocol;
+        their admission is asked nothing."""
         self.loop = HandTimers()
         self.body = body
         self.settings = settings
@@ -219,7 +234,13 @@ class LegPlay:
             profile = Profile()
             if self.roles:
                 profile = in_role(profile, self.roles[number])
-            state.handle(WorkerUp(address.worker, profile=profile), 0.0)
+            life = Incarnation(number + 1)
+            if settings.get("prefill_legs") is PrefillLegs.BOTH:
+                profile = replace(profile, lends=frozenset({Tier.DEVICE}))
+                turns.lines.learn(address.worker, "127.0.0.1", "tcp://127.0.0.1:9")
+                turns.worker_names.up(RoutingUnit(address.worker, 0, life), f"w{number}")
+                turns.places = cast(Places, NoPlaces())
+            state.handle(WorkerUp(address.worker, 0, life, profile), 0.0)
         self.client = HandClient()
         body = json.dumps(self.body).encode()
         said = {b"host": b"t", b"content-type": b"application/json", b"x-session-id": b"s"}

@@ -708,6 +708,23 @@ def complete_stop(node: Node, depth: int) -> ResumeDepth | None:
     return None
 
 
+def let_go(tree: PrefixTree, stop: ResumeDepth, *, behind: int = 0) -> int:
+    """Have what only led to `stop`, at an interval's end, go before all else, but for the first
+    `behind` blocks: nobody will come back to it here. What others stand on, or branch off from,
+    stays as it is. Returns the depth from which on it goes."""
+    node, top = stop.node, stop.depth
+    floor = max(node.branch_top, behind)
+    if stop.depth != node.end or stop.depth <= floor:
+        return top
+    for above in reversed(node.stops):
+        others = 1 if above is stop else 0
+        if above.depth <= floor or len(above.anchors or ()) > others:
+            return max(floor, above.depth)
+        above.is_let_go = True
+        tree.cool(above)
+    return max(floor, node.start)
+
+
 def nodes(root: Node) -> Iterator[Node]:
     """Iterate over all intervals but the root, parents first."""
     pending = [root]

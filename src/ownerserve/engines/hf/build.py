@@ -230,7 +230,7 @@ def _transfers(
     sections = {name: PayloadSection(name, of) for name, of in parts.items()}
     block = runner.layout.block_tokens
     transfers = NodeTransfers(unit, lending, sections, block_tokens=block, place=place)
-    tiers = node.add_peers(transfers.peers)
+    tiers = node.add_peers(transfers.peers, place.brings)
     spec = state.names.identity.spec_digest
     transfers.state(holders_of(sections, spec=spec, block_tokens=block))
     transfers.lend_stored(state.names, state.residency, tiers, prices=state.costs.prices)

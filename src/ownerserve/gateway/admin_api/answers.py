@@ -170,6 +170,30 @@ class LatencyRow(AdminAnswer):
     whole: Latency
 
 
+class PatternRow(AdminAnswer):
+    """A session whose turns were served without what it had left, so many in a row now and at most:
+    its later turns by mode, how many went on from what it had left, and the mean time to their
+    first byte."""
+
+    session: str
+    later_turns: int
+    kept: int
+    lost_run: int
+    longest_lost_run: int
+    first_byte_mean_s: float
+    modes: Counts
+
+
+class Patterns(AdminAnswer):
+    """How the sessions seen last were served, of those with four later turns: how many of them by
+    the share (in percent) of their later turns that went on from what they had left, and those
+    that starved most. `finishes`: whole answers by why they ended."""
+
+    kept_share: Counts
+    worst: Sequence[PatternRow]
+    finishes: Counts
+
+
 class Discovered(AdminAnswer):
     """What one source of workers says: how many it names, how often it failed, and why it can say
     nothing now."""
@@ -275,6 +299,7 @@ class GatewayStatus(AdminAnswer):
     releases: Counts
     owner_changes: Counts
     latency: Sequence[LatencyRow]
+    patterns: Patterns
 
 
 # ---- /decisions

@@ -51,12 +51,18 @@ class _Answer(msgspec.Struct):
 def prefill_saids(target: bytes, fields: BodyFields) -> list[Said]:
     """Return what the body is to say to a worker that only computes its prompt; nothing for a
     request whose prompt can't be computed apart."""
+    saids = one_token_saids(target, fields)
+    return [Said(_PARAMS, None, _KEEP), *saids] if saids else []
+
+
+def one_token_saids(target: bytes, fields: BodyFields) -> list[Said]:
+    """Return what the body is to say so that nobody computes more of an answer than a token;
+    nothing for a request that is no turn."""
     limit = _LIMIT.get(target.partition(b"?")[0])
     if limit is None or not fields.body:
         return []
     spans = fields.spans
     saids = [
-        Said(_PARAMS, None, _KEEP),
         Said(limit, spans.get(limit), b"1"),
         Said("stream", spans.get("stream"), b"false"),
     ]

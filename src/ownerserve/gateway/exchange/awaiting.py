@@ -45,6 +45,7 @@ class AwaitingHead(Sent):
                 self.upstream.abort()
                 return Discarding(attempt, self.upstream, WorkerRefusal.OTHER)
         exchange.phase.begins(attempt)
+        exchange.ahead.end()
         came = exchange.turns.began(attempt.dispatch, head, started_s=exchange.started_s)
         if isinstance(came, TurnRefused):
             longest_s = max(came.retry_after_s, exchange.refused.retry_after_s)

@@ -27,6 +27,7 @@ from typing import Any
 from msgspec import structs
 
 from ownerserve.gateway.asking import IdentifiedRequest
+from ownerserve.gateway.exchange.ahead import NOTHING_AHEAD, NothingAhead, ask_ahead
 from ownerserve.gateway.exchange.attempt import Attempt, give_back
 from ownerserve.gateway.exchange.awaiting import AwaitingHead
 from ownerserve.gateway.exchange.begun import NOTHING_SAID, NothingSaid
@@ -78,8 +79,8 @@ class Exchange:
     answer."""
 
     __slots__ = (
-        "__weakref__", "asks_usage", "begun", "client", "legs", "phase", "refused", "request",
-        "request_id", "started_s", "turns",
+        "__weakref__", "ahead", "asks_usage", "begun", "client", "legs", "phase", "refused",
+        "request", "request_id", "started_s", "turns",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +105,8 @@ class Exchange:
         self.asks_usage = False
         """Whether a worker was asked for a stream's usage that the client did not ask for: it is
         kept back, also when a reload has nobody asked from now on."""
+        self.ahead: NothingAhead = NOTHING_AHEAD
+        """The leg that has the prompt computed meanwhile; none once the answer begins."""
         self.phase: Phase = OVER
 
     def start(self) -> None:
@@ -133,11 +136,13 @@ class Exchange:
         """End the exchange, as the client hung up: the worker's connection is closed, so that the
         engine can stop."""
         phase, self.phase = self.phase, OVER
+        self.ahead.end()
         phase.abort()
 
     def stop(self) -> None:
         """End the exchange, as the gateway ends, with a word to the client where it can be said."""
         phase, self.phase = self.phase, OVER
+        self.ahead.end()
         phase.abort()
         if isinstance(phase, Relaying):
             phase.cut_short(STOPPED)
@@ -184,6 +189,7 @@ class Exchange:
             manner = Manner.UNASKED
         attempt = Attempt(self, asked, route, manner)
         if route.dispatch.decision.prefill is None or route.prefiller is not None:
+            ask_ahead(self, attempt)
             self.proceed(attempt)
         else:
             begin_prefill(attempt)
@@ -201,6 +207,7 @@ class Exchange:
         reason `why`; or go on with the turn's other leg."""
         if isinstance(why, Failure) and self.phase.goes_on_without(attempt, why):
             return
+        self.ahead.end()
         asked = attempt.asked
         self.phase = Deciding(self, asked)
         lost = LostDispatch(attempt.dispatch, why)
@@ -238,6 +245,7 @@ class Exchange:
         """End the request after a fault, not in silence: with an answer where none has begun."""
         self.log_fault(error)
         phase, self.phase = self.phase, OVER
+        self.ahead.end()
         try:
             phase.abort()
         except Exception as second:  # noqa: BLE001 - the fault may be in what ends a phase

@@ -5,6 +5,7 @@ for each step; what runs at one alone is Turns' (turns.py).
 |---|---|---|
 | prefill | its worker is decided apart | ComputedApart, or NotComputedApart: on without it |
 | | and speaks our protocol | FirstByte, with what the worker that asked it says of the prompt |
+| ahead | so, where both are asked at once | ComputedApart; the answer's begin, whatever fails |
 | hedge | nothing came of the first for long | as any dispatch, if it is first; Outrun, LegFailed |
 | carry_on | a stream stops in its middle (CarryOn) | as any dispatch |
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ownerserve.gateway.asking import IdentifiedRequest
-from ownerserve.gateway.config import Config, StreamUsage
+from ownerserve.gateway.config import Config, PrefillLegs, StreamUsage
 from ownerserve.gateway.exchange.usage import usage_saids
 from ownerserve.gateway.turns import LostPrefill, Route, Turns
 from ownerserve.kv.messages import ExecutionMode
@@ -32,6 +33,8 @@ from ownerserve.router.messages import (
 from ownerserve.router.requests.body import BodyFields, Said
 
 _PREFILL = "prefill"
+_AHEAD = "ahead"
+COMPUTED = "computed"
 _HEDGE = "hedge"
 _CARRY_ON = "carry_on"
 
@@ -47,6 +50,9 @@ class Legs:
         """After so long without an answer a second worker is asked too; None: never."""
         self.carries_on = config.carry_on
         """Whether a stream that stops in its middle is carried on by another worker."""
+        self.sends_ahead = config.prefill_legs is PrefillLegs.BOTH
+        """Whether who computes a prompt is asked at once with who answers, by whom it is asked
+        alone else."""
         self.asks_usage = config.stream_usage is StreamUsage.ASK
         self._turns = turns
 
@@ -59,6 +65,12 @@ class Legs:
         """Note that the prompt is computed apart, as decided."""
         self.counts[_PREFILL, "done"] += 1
         self._turns.state.handle(ComputedApart(dispatch.receipt), self._turns.now())
+
+    def ahead(self, dispatch: Dispatch, outcome: str) -> None:
+        """Note what became of the leg that asked for a prompt ahead; its turn goes on."""
+        self.counts[_AHEAD, outcome] += 1
+        if outcome == COMPUTED:
+            self._turns.state.handle(ComputedApart(dispatch.receipt), self._turns.now())
 
     def answered(self, mode: ExecutionMode | None) -> None:
         """Note what came of a turn whose worker was to ask another to compute its prompt, by its

@@ -100,6 +100,7 @@ class LegPort(Protocol):
     prompt_patience_s: float
     hedge_after_s: float | None
     carries_on: bool
+    sends_ahead: bool
 
     def usage_saids(self, target: bytes, fields: BodyFields) -> tuple[Said, ...]:
         """Return what a body is to say so that its stream ends with its usage."""
@@ -107,6 +108,10 @@ class LegPort(Protocol):
 
     def prefilled(self, dispatch: Dispatch) -> None:
         """Note that the prompt is computed apart, as decided."""
+        ...
+
+    def ahead(self, dispatch: Dispatch, outcome: str) -> None:
+        """Note what became of the leg that asked for a prompt ahead."""
         ...
 
     def answered(self, mode: ExecutionMode | None) -> None:

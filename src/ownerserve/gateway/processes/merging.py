@@ -22,7 +22,7 @@ import msgspec
 
 from ownerserve.gateway.entry.figures import TOLD_MAX
 from ownerserve.gateway.histograms import Histogram
-from ownerserve.gateway.live import SESSIONS_TOLD_MAX, latency_of
+from ownerserve.gateway.live import SESSIONS_TOLD_MAX, WORST_TOLD, latency_of
 
 Said: TypeAlias = dict[str, Any]
 """A JSON object that one relay said."""
@@ -43,7 +43,7 @@ _ALIKE = ("policy", "mode", "discovery", "constants")
 """What every relay says alike, or for itself with the same meaning."""
 STATUS_KEYS = {
     *_SUMMED, *_COUNTS, *_ALIKE, "age_s", "draining", "directory", "requests", "workers", "probes",
-    "never_up", "pressure", "queue", "latency",
+    "never_up", "pressure", "queue", "latency", "patterns",
 }  # fmt: skip
 """All that a relay's status says."""
 
@@ -73,10 +73,19 @@ def status(said: Sequence[Said], abouts: Sequence[Said]) -> Said:
             "not_let_in": _rows([one["queue"]["not_let_in"] for one in said], "count"),
         },
         "latency": latency(abouts),
+        "patterns": _patterns([one["patterns"] for one in said]),
         "processes": [
             {name: value for name, value in one.items() if name != "latency"} for one in abouts
         ],
     }
+
+
+def _patterns(said: Sequence[Said]) -> Said:
+    """Return how sessions were served, each by the relay that it is at home."""
+    worst = [row for one in said for row in one["worst"]]
+    worst.sort(key=lambda row: (-row["longest_lost_run"], row["kept"] / row["later_turns"]))
+    counts = {name: _summed([one[name] for one in said]) for name in ("kept_share", "finishes")}
+    return {**counts, "worst": worst[:WORST_TOLD]}
 
 
 def _came_first(queues: Sequence[Said]) -> list[Said]:

@@ -20,6 +20,7 @@ LARGEST = frozenset(
         _P + "canary_share",
         _P + "certificate_end_timestamp_seconds",
         _P + "discovered_workers",
+        _P + "longest_lost_run_turns",
         _P + "mode",
         _P + "process_life",
         _P + "routing_constant",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from ownerserve.gateway.config import Config, StreamUsage
+from ownerserve.gateway.config import Config, PrefillLegs, StreamUsage
 from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.logs import AccessLog, tell
 from ownerserve.gateway.receipts import receipts_of
@@ -52,6 +52,7 @@ LIVE = _CHOICE | {
     "drain_timeout_s": "drain-timeout",
     "hedge_after_s": "hedge-after",
     "carry_on": "carry-on",
+    "prefill_legs": "prefill-legs",
     "stream_usage": "stream-usage",
     "wait_comments_s": "wait-comments",
 }
@@ -163,6 +164,7 @@ class Reloading:
         gateway.legs.prompt_patience_s = config.first_byte_timeout_s
         gateway.legs.hedge_after_s = config.hedge_after_s
         gateway.legs.carries_on = config.carry_on
+        gateway.legs.sends_ahead = config.prefill_legs is PrefillLegs.BOTH
         gateway.legs.asks_usage = config.stream_usage is StreamUsage.ASK
         gateway.bodies.max_bytes = config.bodies_max_bytes
         if "receipts" in said:

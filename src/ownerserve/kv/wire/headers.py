@@ -40,6 +40,10 @@ Owns the names, and the encoding and decoding of both lines; nobody else spells 
 | | as the gateway knows; the target reads that from it, where it comes in time |
 | decode_from | [[worker, rank, incarnation], RPC address]: who computes the prompt for the turn; |
 | | the target asks it to, and reads the state from it, where that comes in time |
+| nonce | of a turn that goes to both at once, the number of its legs: who computes answers |
+| | by it who reads, whichever of them is heard first |
+| prefill | true: compute the prompt alone, for who asks under `nonce`; nothing is answered, and |
+| | the session, which bring_from is asked by, is not bound |
 
 vLLM hands its scheduler one free text of a request, x-session-id: `session_id_of` puts the name
 there, with `;final` behind it on the last turn, and `read_session_id` takes it apart again.
@@ -113,6 +117,7 @@ WAIT_HEADER = "x-ownerserve-wait"
 
 LINE_BYTES_MAX = 4096
 ADDRESS_MAX = 256
+NONCE_MAX = (1 << 63) - 1
 _encoder = msgspec.json.Encoder()
 _BROUGHT = re.compile(r"([a-z_]{1,32})=([0-9]{1,12})")
 
@@ -164,6 +169,8 @@ class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_onl
     judged: bool = False
     bring_from: LenderAddress | None = None
     decode_from: LenderAddress | None = None
+    nonce: int | None = None
+    prefill: bool = False
 
 
 class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
@@ -180,6 +187,8 @@ class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
     judged: bool = False
     bring_from: LenderAddress | None = None
     decode_from: LenderAddress | None = None
+    nonce: Annotated[int, msgspec.Meta(gt=0, le=NONCE_MAX)] | None = None
+    prefill: bool = False
 
 
 NO_TURN_LINE = TurnLine()
@@ -212,6 +221,8 @@ def decode_turn_line(value: str) -> TurnLine:
         ) from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidInput(TURN_HEADER, str(error), _MEND) from error
+    if found.prefill and found.nonce is None:
+        raise InvalidInput(f"{TURN_HEADER}.nonce", "is missing beside prefill", _MEND)
     return TurnLine(
         name=None if found.name is None else SessionId(found.name),
         parent=None if found.parent is None else SessionId(found.parent),
@@ -224,6 +235,8 @@ def decode_turn_line(value: str) -> TurnLine:
         judged=found.judged,
         bring_from=found.bring_from,
         decode_from=found.decode_from,
+        nonce=found.nonce,
+        prefill=found.prefill,
     )
 
 

@@ -201,7 +201,8 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
     as it is computed: all whole blocks that leave a token behind them, and no answer. `tokens` are
     the whole prompt's ids, little-endian uint32, whose state is apart by `cache_salt`. `source`
     holds the first `source_tokens` of it, of the session `session_id`. `Accepted` answers it; it is
-    called off under its nonce.
+    called off under its nonce. `leg`: the gateway may have asked for it too, in a leg of that
+    number; then it is one prompt.
     """
 
     tokens: bytes
@@ -209,6 +210,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
     session_id: SessionId | None = None
     source: LenderAddress | None = None
     source_tokens: int = 0
+    leg: Nonce = NO_NONCE
 
 
 class EndPrefill(msgspec.Struct, frozen=True, tag="end_prefill"):

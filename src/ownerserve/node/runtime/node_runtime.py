@@ -30,7 +30,13 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
 from ownerserve.node.runtime.engine_port import EnginePort
 from ownerserve.node.state import NodeState
-from ownerserve.node.storage.backing import MEDIUM_OF, Backing, ListedPart, NodeTiers, PeerTier
+from ownerserve.node.storage.backing import (
+    MEDIUM_OF,
+    Backing,
+    ListedPart,
+    NodeTiers,
+    PeerTier,
+)
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.vocabulary.events import (
     CallOffPrefill,
@@ -60,6 +66,7 @@ from ownerserve.node.vocabulary.events import (
     Tick,
 )
 from ownerserve.node.vocabulary.records import Inside, Tip
+from ownerserve.node.vocabulary.settings import BRINGS_AT_ONCE
 from ownerserve.plan.cost.events import Loaded, Observation
 from ownerserve.plan.cost.model import CostModel, Defaults
 from ownerserve.plan.cost.prices import Coefficients, Medium
@@ -123,10 +130,10 @@ class NodeRuntime:
         if journal is not None and journal.found:
             self.handle(Remembered(journal.found), time.monotonic())
 
-    def add_peers(self, peers: PeerTier) -> NodeTiers:
-        """Bring from other workers too, and return the tiers, of which they may read; call it
-        before the node runs."""
-        self._backing.add_peers(peers)
+    def add_peers(self, peers: PeerTier, brings: int = BRINGS_AT_ONCE) -> NodeTiers:
+        """Bring from other workers too, for `brings` turns at once beside what the store reads, and
+        return the tiers, of which they may read; call it before the node runs."""
+        self._backing.add_peers(peers, brings)
         return self._backing.tiers
 
     # -- the engine's side ---------------------------------------------------------------------

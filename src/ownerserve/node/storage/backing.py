@@ -25,6 +25,7 @@ from ownerserve.kv.units import GIB
 from ownerserve.node.storage.limits import STANDARD, UPKEEP_S, StoreLimits
 from ownerserve.node.storage.media import DEFAULT_WRITE, open_remote, write_policy
 from ownerserve.node.vocabulary.events import PeerPrefix, RecordsLost
+from ownerserve.node.vocabulary.settings import BRINGS_AT_ONCE
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.disk.maintain import collect
 from ownerserve.store.disk.tier import DiskTier, StoreUnavailable
@@ -56,10 +57,6 @@ BUFFERS_BYTES = 2 * GIB
 """Memory of a disk tier for what it reads and is given to write, at least."""
 CLOSE_S = 10.0
 """How long the tiers have to flush and to let another writer in."""
-
-BRINGS_AT_ONCE = 6
-"""So many turns may wait for what other workers hold, or compute for them, beside the store's own
-reads: each waits on a thread, which has a connection of its own to the index."""
 
 MEDIUM_OF = {"memory": Tier.HOST, "disk": Tier.DISK, "remote": Tier.REMOTE}
 
@@ -299,12 +296,12 @@ class Backing:
         self.service = StoreService(self.tiers, WallClock())
         self.upkeep.start()
 
-    def add_peers(self, peers: PeerTier) -> None:
+    def add_peers(self, peers: PeerTier, brings: int = BRINGS_AT_ONCE) -> None:
         """Bring from other workers too; call it before the node runs. A bring waits on a reader's
-        thread, which media must not lack for it."""
+        thread, which media must not lack for it: there are `brings` more for that."""
         self.tiers.peers = peers
         self.sizes[Tier.PEER] = None
-        self.service.add_readers(BRINGS_AT_ONCE)
+        self.service.add_readers(brings)
 
     def close(self) -> None:
         """Finish what is in the air and let another writer in. Each step ends in its time: tiers

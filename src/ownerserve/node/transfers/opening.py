@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Protocol, cast
 
@@ -22,13 +23,16 @@ from ownerserve.kv.units import GIB
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.holders import LendingRank
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     AskLender,
     AskPrefix,
     AskSession,
     EndPrefill,
     HandOver,
+    Nonce,
     Prefill,
+    Reject,
     RpcAnswer,
     RpcRequest,
     Suspend,
@@ -40,7 +44,7 @@ from ownerserve.node.transfers.lenders import Lenders, OnEngine, no_engine
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.moves import LeavingSessions, MovingEngine, MovingNode, Takes
 from ownerserve.node.transfers.peers import Peers
-from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
+from ownerserve.node.transfers.prefills import AfterRead, PrefillEngine, Prefills, PromptOver
 from ownerserve.node.transfers.ranks import RankHolders
 from ownerserve.node.transfers.roads import READV, ROADS, NodeRoads, kinds_of
 from ownerserve.node.transfers.service import TransferService
@@ -57,6 +61,7 @@ from ownerserve.node.transfers.suspending import Suspensions
 from ownerserve.node.transfers.target_side import TargetSide
 from ownerserve.node.transfers.turn_lends import LayersWatched, TurnLends
 from ownerserve.node.vocabulary.records import RecordNames
+from ownerserve.node.vocabulary.settings import BRINGS_AT_ONCE
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.transfer.control.events import SourceEvent
 from ownerserve.transfer.movers.digests import Digests, Xxh3, fleet_digests
@@ -87,9 +92,10 @@ class TransferPlace(msgspec.Struct, frozen=True):
     with `mooncake` or `nixl` whoever reaches those. Movers of these write into an arena of
     `arena_bytes`. `digest` is what pieces are verified by, one of DIGESTS, by all of a fleet alike.
     `prefill_peers` are RPC addresses of workers of which one computes a long prompt, where no
-    gateway has named one. What it lends of its host memory and disk lies in `stage_bytes` of memory
-    meanwhile; 0: it lends nothing of them. `interface` is the device by which alone it is read over
-    TCP, and reads; empty: any."""
+    gateway has named one; `after_read` is what becomes of what it computed for others. What it
+    lends of its host memory and disk lies in `stage_bytes` of memory meanwhile; 0: it lends nothing
+    of them. `interface` is the device by which alone it is read over TCP, and reads; empty: any. So
+    many `brings` may be waited for at once, beside the store's own reads."""
 
     host: str = LOOPBACK
     port: int = 0
@@ -100,6 +106,8 @@ class TransferPlace(msgspec.Struct, frozen=True):
     digest: str = XXH3
     stage_bytes: int = STAGE_BYTES
     interface: str = ""
+    after_read: AfterRead = AfterRead.KEEP
+    brings: int = BRINGS_AT_ONCE
 
     def lends(self, tiers: Collection[Tier]) -> tuple[Tier, ...]:
         """Return from where a node with these tiers lends."""
@@ -207,8 +215,25 @@ class NodeTransfers:
             lending, cache, names, tell=self._tell_source, layers=layers
         )
         self.prefills = prefills = Prefills(cache, turns, engine)
+        prefills.after_read = self._place.after_read
         lending.ended = prefills.lend_ended
         return prefills
+
+    def begin_leg(self, asked: Prefill, over: PromptOver) -> Future[RpcAnswer]:
+        """Begin to compute the prompt of a gateway's leg; `over` hears on the engine's thread how
+        much of it there is, once nothing is added."""
+        if self.prefills is None:
+            nobody: Future[RpcAnswer] = Future()
+            nobody.set_result(Reject(WorkerRefusal.MALFORMED))
+            return nobody
+        begun = self._on_engine(partial(self.prefills.begin_leg, asked, over))
+        return cast("Future[RpcAnswer]", begun)
+
+    def end_leg(self, leg: Nonce) -> None:
+        """Give up what a gateway's leg has asked for."""
+        if self.prefills is not None:
+            with suppress(RuntimeError):  # an engine that has ended computes nothing
+                self._on_engine(partial(self.prefills.end_leg, leg))
 
     def lend_stored(
         self,
@@ -279,6 +304,8 @@ class NodeTransfers:
                     return self.service.ask(request)
                 case AskPrefix():
                     return self._lenders.prefix(request, self._on_engine)
+                case Prefill() if (joined := self._joined(request)) is not None:
+                    return joined
                 case Prefill() | EndPrefill() if self.prefills is not None:
                     done = self._on_engine(partial(self.prefills.answer, request))
                     return cast("Future[RpcAnswer]", done)
@@ -293,6 +320,15 @@ class NodeTransfers:
                     return self.service.run(self.takes.take(request, self.service.target))
             return others(request)
 
+        return answer
+
+    def _joined(self, asked: Prefill) -> Future[RpcAnswer] | None:
+        """Return the answer to who reads a prompt that a leg has ordered before; None: none has."""
+        before = None if self.prefills is None else self.prefills.joined(asked)
+        if before is None:
+            return None
+        answer: Future[RpcAnswer] = Future()
+        answer.set_result(before)
         return answer
 
     def _later(self, begin: Callable[[Future[RpcAnswer]], None]) -> Future[RpcAnswer]:

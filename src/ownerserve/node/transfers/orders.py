@@ -103,8 +103,9 @@ class Orders:
         """Return what is asked, with where the beginning of the prompt is to be had."""
         known = prefix.resident_tokens
         if self.own is None or not known:
-            return Prefill(order.tokens, order.cache_salt)
-        return Prefill(order.tokens, order.cache_salt, prefix.session_id, self.own, known)
+            return Prefill(order.tokens, order.cache_salt, leg=order.leg)
+        session, leg = prefix.session_id, order.leg
+        return Prefill(order.tokens, order.cache_salt, session, self.own, known, leg)
 
     def call_off(self, turn_id: TurnId) -> None:
         """Forget the turn's order, and tell who computes: it is done with. One without is no

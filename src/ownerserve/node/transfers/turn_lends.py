@@ -75,13 +75,15 @@ class StepUnderWay(msgspec.Struct, eq=False):
 
 class ComingPrompt(msgspec.Struct, eq=False):
     """A `ComingPrompt` is whole blocks that a turn computes: their packed `tokens` and `digests`.
-    In blocks: the first `sealed` are computed, of which the first `covered` were told to who reads
-    them under `ticket`. It `is_over` when the turn adds nothing any more."""
+    In blocks: the first `found` were here before it, the first `sealed` are computed, of which the
+    first `covered` were told to who reads them under `ticket`. It `is_over` when the turn adds
+    nothing any more."""
 
     turn_id: TurnId
     tokens: Packed
     digests: Sequence[PrefixHash]
     ticket: int = NO_TICKET
+    found: int = 0
     sealed: int = 0
     covered: int = 0
     step: StepUnderWay | None = None

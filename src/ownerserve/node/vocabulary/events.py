@@ -18,6 +18,7 @@ from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
 from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.rpc import NO_NONCE, Nonce
 from ownerserve.node.vocabulary.records import Inside, Tip
 from ownerserve.plan.inputs import Backlog
 from ownerserve.plan.outcome import Basis, RestorePlan
@@ -32,11 +33,13 @@ OperationId = int
 class PrefillOrder(msgspec.Struct, frozen=True, eq=False):
     """A prefill order asks another worker to compute a prompt, which is read from there: the ids of
     its `tokens`, little-endian uint32, whose state is apart by `cache_salt`. `worker` None: that of
-    those that this node knows which has the least to do, where much is to be computed."""
+    those that this node knows which has the least to do, where much is to be computed. `leg`: a
+    gateway asks for it too, in a leg of that number."""
 
     worker: LenderAddress | None
     tokens: bytes
     cache_salt: str = ""
+    leg: Nonce = NO_NONCE
 
 
 class TurnArrived(msgspec.Struct, frozen=True):

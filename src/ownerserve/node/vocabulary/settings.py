@@ -9,6 +9,10 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.units import MIB
 
 BELOW = frozenset({Tier.HOST, Tier.DISK, Tier.REMOTE})
+BRINGS_AT_ONCE = 6
+"""So many turns may wait for what other workers hold, or compute for them, beside the store's own
+reads, where nobody says how many: each waits on a thread, which has a connection of its own to the
+index."""
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 
 import msgspec
 
@@ -383,6 +383,48 @@ def scan_usage(tail: bytes) -> Usage | None:
         return None
     output = _natural(count("completion_tokens") or count("output_tokens"))
     return Usage(prompt, output, min(_natural(cached), prompt), tells_cached)
+
+
+class AnswerFinish(StrEnum):
+    """An answer's finish says why it ended, whatever its API calls that."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    """The answer is cut off: it has as many tokens as it may, or as there is room for."""
+    TOOL_CALLS = "tool_calls"
+    CONTENT_FILTER = "content_filter"
+    OTHER = "other"
+    UNSAID = "unsaid"
+    """Nothing was read of it."""
+
+
+_FINISH_KEYS = (b'"finish_reason"', b'"stop_reason"', b'"incomplete_details"')
+_FINISH = re.compile(rb':\s*(?:"([a-z_]{1,32})"|(null)|\{\s*"reason"\s*:\s*"([a-z_]{1,32})")')
+_FINISHES = {
+    b"stop": AnswerFinish.STOP,
+    b"end_turn": AnswerFinish.STOP,
+    b"stop_sequence": AnswerFinish.STOP,
+    b"length": AnswerFinish.LENGTH,
+    b"max_tokens": AnswerFinish.LENGTH,
+    b"max_output_tokens": AnswerFinish.LENGTH,
+    b"tool_calls": AnswerFinish.TOOL_CALLS,
+    b"tool_use": AnswerFinish.TOOL_CALLS,
+    b"function_call": AnswerFinish.TOOL_CALLS,
+    b"content_filter": AnswerFinish.CONTENT_FILTER,
+    b"refusal": AnswerFinish.CONTENT_FILTER,
+}
+
+
+def scan_finish(tail: bytes) -> AnswerFinish:
+    """Return why the answer whose last bytes are `tail` ended, by the last word in them."""
+    for key in _FINISH_KEYS:
+        at = tail.rfind(key)
+        found = None if at < 0 else _FINISH.match(tail, at + len(key))
+        if found is not None and found[2] is None:
+            return _FINISHES.get(found[1] or found[3], AnswerFinish.OTHER)
+        if found is not None and key == _FINISH_KEYS[-1]:
+            return AnswerFinish.STOP  # a response that is not incomplete
+    return AnswerFinish.UNSAID
 
 
 def _natural(value: object) -> int:

@@ -315,6 +315,7 @@ class StepLoop:
                 self._prefill_wait_s(),
             )
             command = self.inbox.take(min((s for s in waits if s is not None), default=None))
+        is_told = command is not None
         while command is not None:
             if isinstance(command, StopLoop):
                 return False
@@ -323,6 +324,8 @@ class StepLoop:
             self._in_hand = None
             command = self.inbox.take_ready()
         self.standing = self._turn_admission.standing()
+        if is_told and not self._scheduler.has_work:
+            self._metrics.levels(self._scheduler.load(), self._cache)
         return True
 
     def _handle(self, command: Command) -> None:

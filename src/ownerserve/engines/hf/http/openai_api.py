@@ -26,6 +26,7 @@ from ownerserve.kv.wire.headers import (
     LenderAddress,
     TurnLine,
 )
+from ownerserve.kv.wire.rpc import NO_NONCE, Nonce
 
 MAX_CHOICES = 64
 MAX_LOGPROBS = 20
@@ -123,7 +124,8 @@ class TurnHeaders(msgspec.Struct, frozen=True):
     session, which can be owned then; `parent` is the session that it was forked from, `group` names
     sessions that share a head, `epoch` is the highest that is known of its owner, `version` how
     many turns its owners are known to have finished, `bring_from` who lends what it holds
-    of the prompt, `decode_from` who is to compute it."""
+    of the prompt, `decode_from` who is to compute it; `leg` numbers the two of a turn that goes to
+    both at once, and `is_prefill` is the one that computes its prompt alone."""
 
     session_id: str | None = None
     is_final: bool = False
@@ -136,6 +138,8 @@ class TurnHeaders(msgspec.Struct, frozen=True):
     version: int = 0
     bring_from: LenderAddress | None = None
     decode_from: LenderAddress | None = None
+    leg: Nonce = NO_NONCE
+    is_prefill: bool = False
 
 
 def parse_body(data: bytes, body_type: type[B]) -> B:
@@ -226,6 +230,8 @@ def make_request(
         is_judged=turn.is_judged,
         bring_from=turn.bring_from,
         decode_from=turn.decode_from,
+        leg=turn.leg,
+        is_prefill=turn.is_prefill,
         cache_salt=_salt(body, facts),
     )
 
@@ -258,6 +264,8 @@ def told_of(headers: Mapping[str, str], body: Body, line: TurnLine | None) -> Tu
             version=line.version or 0,
             bring_from=line.bring_from,
             decode_from=line.decode_from,
+            leg=Nonce(line.nonce or NO_NONCE),
+            is_prefill=line.prefill,
         )
     session_id = headers.get(ENGINE_SESSION_HEADER)
     if session_id and len(session_id) > MAX_SESSION_ID:

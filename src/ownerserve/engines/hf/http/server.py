@@ -55,6 +55,7 @@ from ownerserve.engines.hf.http.openai_api import (
     parse_body,
     told_of,
 )
+from ownerserve.engines.hf.http.prompt_leg import answer_leg
 from ownerserve.engines.hf.http.role import NotIdle, StatedRole, read_asked_role
 from ownerserve.engines.hf.metrics.prometheus import render
 from ownerserve.engines.hf.metrics.status import HfStatus
@@ -178,6 +179,8 @@ class Endpoints:
         body = parse_body(await _read_body(http), ChatBody)
         prompt = await asyncio.to_thread(chat_prompt, body, self._worker.codec)
         request = await self._request(http, body, prompt)
+        if request.is_prefill:
+            return await answer_leg(self._worker, request, http.receive)
         return await self._answer(http, body, ChatFormat(*self._form("chatcmpl", body, request)))
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -185,6 +188,8 @@ class Endpoints:
         body = parse_body(await _read_body(http), CompletionBody)
         prompt = await asyncio.to_thread(completion_prompt, body, self._worker.codec)
         request = await self._request(http, body, prompt)
+        if request.is_prefill:
+            return await answer_leg(self._worker, request, http.receive)
         return await self._answer(http, body, CompletionFormat(*self._form("cmpl", body, request)))
 
     # ---- parts

@@ -105,13 +105,17 @@ class WorkerMetrics:
         """Count an iteration that ended, with the levels it left; `kind` is prefill, decode or
         mixed."""
         self._step_seconds.labels(kind).observe(took_s)
+        self.levels(load, cache)
+        self._read_evictions(cache)
+
+    def levels(self, load: SchedulerLoad, cache: HeteroCache) -> None:
+        """Note the levels as they are now, where no step follows what changed them."""
         self._running.set(load.running)
         self._waiting.set(load.waiting)
         self._pending.set(load.pending_prefill_tokens)
         for component, use in pool_uses(cache).items():
             self._slots_used.labels(component).set(use.capacity - use.free)
             self._slots.labels(component).set(use.capacity)
-        self._read_evictions(cache)
 
     def _read_evictions(self, cache: HeteroCache) -> None:
         """Observe the step's evictions. The cache counts in sums: several evictions of one step are

@@ -99,8 +99,9 @@ def _ordered(counts: TransferCounts) -> Iterator[Metric]:
     )
     yield _counter(
         "ownerserve_prefills_for_peers",
-        "Prompts that this worker was asked to compute for others: accepted, and of those: read"
-        " (whole), left (before it was whole), called_off, unasked; or why it refused.",
+        "Prompts that this worker was asked to compute for others: accepted, and of those: joined"
+        " (by who reads and a gateway's leg), read (whole), left (before it was whole), called_off,"
+        " unasked; or why it refused.",
         labels=["end"],
         values=counts.prefills,
     )

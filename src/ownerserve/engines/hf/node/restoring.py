@@ -359,7 +359,8 @@ class WithNode:
         worker, least = request.decode_from, self._node.state.order_tokens
         if request.begins or (worker is None and not 0 < least <= prompt.count):
             return None
-        return PrefillOrder(worker, pack(prompt.plain(0, prompt.count)), request.cache_salt)
+        tokens = pack(prompt.plain(0, prompt.count))
+        return PrefillOrder(worker, tokens, request.cache_salt, request.leg)
 
     def poll(self) -> None:
         """Take what the store has answered and copy what is idle; called between two steps."""

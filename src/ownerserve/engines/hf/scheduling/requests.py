@@ -15,6 +15,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, ExecutionMode
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import NO_NONCE, Nonce
 from ownerserve.node.vocabulary.chains import PromptPrefix
 
 
@@ -69,8 +70,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `prefix`: the prompt's digests, where somebody has made them on the way. State is shared by
     those of one `cache_salt` alone, and by those who have none. `bring_from` is who lends
     what it holds of the prompt, of the session `lent_as` where that is another; `decode_from` is
-    who is to compute it. One that `begins` a prompt of so many tokens is computed for another
-    worker: in the pieces of that prompt, without an answer.
+    who is to compute it, maybe in a gateway's `leg` of that number as well: one that `is_prefill`,
+    which computes the prompt and answers nothing. One that `begins` a prompt of so many tokens is
+    computed for another worker: in the pieces of that prompt, without an answer.
     """
 
     request_id: str
@@ -90,6 +92,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     bring_from: LenderAddress | None = None
     lent_as: SessionId | None = None
     decode_from: LenderAddress | None = None
+    leg: Nonce = NO_NONCE
+    is_prefill: bool = False
     begins: int = 0
     prefix: PromptPrefix | None = None
     cache_salt: str = ""

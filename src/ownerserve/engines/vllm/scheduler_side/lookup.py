@@ -21,10 +21,10 @@ from msgspec.structs import replace
 
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.messages import Tier
-from ownerserve.node.storage.backing import BRINGS_AT_ONCE
 from ownerserve.node.transfers.peers import PeerOffer
 from ownerserve.node.vocabulary.events import FindRecords, PeerPrefix, RecordsFound
 from ownerserve.node.vocabulary.records import Inside
+from ownerserve.node.vocabulary.settings import BRINGS_AT_ONCE
 from ownerserve.store.disk.snapshot import StoreSnapshot
 from ownerserve.store.format.model import Want
 from ownerserve.store.format.seal import Keys

@@ -37,8 +37,9 @@ from ownerserve.engines.vllm.worker_side.stage import Stage
 from ownerserve.engines.vllm.worker_side.streams import CopyStream
 from ownerserve.kv.errors import Corrupt, OwnerServeError
 from ownerserve.kv.messages import Tier
-from ownerserve.node.storage.backing import BRINGS_AT_ONCE, Backing, NodeTiers
+from ownerserve.node.storage.backing import Backing, NodeTiers
 from ownerserve.node.transfers.peers import Peers
+from ownerserve.node.vocabulary.settings import BRINGS_AT_ONCE
 from ownerserve.plan.cost.events import Loaded
 from ownerserve.store.format.model import MissReason, ReadHit, Want
 from ownerserve.store.tiers.memory import HeldPart
