@@ -40,6 +40,8 @@ Owns the names, and the encoding and decoding of both lines; nobody else spells 
 | | as the gateway knows; the target reads that from it, where it comes in time |
 | decode_from | [[worker, rank, incarnation], RPC address]: who computes the prompt for the turn; |
 | | the target asks it to, and reads the state from it, where that comes in time |
+| joins | the turn was moved here amid its answer, of which the client has so many tokens: it |
+| | goes on behind them, by what its former worker sent; the body is empty |
 
 vLLM hands its scheduler one free text of a request, x-session-id: `session_id_of` puts the name
 there, with `;final` behind it on the last turn, and `read_session_id` takes it apart again.
@@ -164,6 +166,7 @@ class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_onl
     judged: bool = False
     bring_from: LenderAddress | None = None
     decode_from: LenderAddress | None = None
+    joins: int | None = None
 
 
 class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
@@ -180,6 +183,7 @@ class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
     judged: bool = False
     bring_from: LenderAddress | None = None
     decode_from: LenderAddress | None = None
+    joins: Count | None = None
 
 
 NO_TURN_LINE = TurnLine()
@@ -224,6 +228,7 @@ def decode_turn_line(value: str) -> TurnLine:
         judged=found.judged,
         bring_from=found.bring_from,
         decode_from=found.decode_from,
+        joins=found.joins,
     )
 
 
@@ -255,6 +260,24 @@ def read_session_id(session_id: str) -> TurnLine:
     if name != session_id and is_name(name):
         return TurnLine(name=SessionId(name), final=True)
     return TurnLine(name=SessionId(session_id))
+
+
+# The end of a leg
+
+_MOVED = re.compile(rb": moved ([0-9]{1,9})\n\n")
+
+
+def moved_comment(tokens: int) -> bytes:
+    """Return the last event of a stream that goes on at another worker, behind so many tokens of
+    its answer: a comment, which is nobody's event."""
+    return b": moved %d\n\n" % tokens
+
+
+def read_moved_comment(event: bytes) -> int | None:
+    """Return how many tokens of an answer a stream had that goes on elsewhere; None: the event says
+    nothing of it."""
+    found = _MOVED.fullmatch(event)
+    return None if found is None else int(found[1])
 
 
 # The answer line
