@@ -145,6 +145,36 @@ def test_it_is_the_answer_that_a_worker_alone_gives(scenario: str, drained: Drai
         assert logprob == pytest.approx(logprob_alone, abs=1e-4)
 
 
+def test_it_moves_on_as_often_as_its_workers_leave(drained: Drained) -> None:
+    """Here and back, over what it has said at each."""
+
+    def back(_: str) -> None:
+        here, there = drained.here, drained.there
+        assert drained.moved == (1, 1)
+        drained.undrain()
+        drained.drain(there.name)
+        assert drained.there is here
+
+    body = chat(seed=17, frequency_penalty=0.3)
+    read = Read(drained.gateway.http, body, drained.drain, back, session="back")
+    assert not read.errors and drained.moved == (1, 1)
+    alone = Read(drained.there.http, body)
+    assert (read.tokens, read.said, read.finish) == (alone.tokens, alone.said, alone.finish)
+    assert [one["completion_tokens"] for one in read.usage] == [TOKENS]
+
+
+def test_a_client_that_does_not_ask_for_the_usage_does_not_get_it(drained: Drained) -> None:
+    """The gateway asks for it, and learns of both legs as of one turn."""
+    body = chat(seed=19)
+    del body["stream_options"]
+    output = "ownerserve_gateway_output_tokens_total"
+    before = drained.gateway.metric(output)
+    read = Read(drained.gateway.http, body, drained.drain, session="unasked")
+    assert drained.moved == (1, 1) and read.is_whole and not read.usage
+    assert len(read.tokens) == TOKENS
+    assert drained.gateway.metric(output) - before == TOKENS
+
+
 def test_a_stop_string_that_comes_after_the_move_ends_it(drained: Drained) -> None:
     """Its text is that of both legs."""
     whole = Read(drained.there.http, chat(seed=5))

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 
 TOKENS = 160
-MOVES_AFTER = 12
-"""Events that a client has read when its turn's worker is drained."""
+MOVES_AFTER, AGAIN_AFTER = 12, 80
+"""Events that a client has read when its turn's worker is drained, and when the next one is."""
 WORDS = "Tell me a long story about " + " ".join(f"item {n}" for n in range(40))
 
 
@@ -24,18 +24,20 @@ def chat(**more: Any) -> dict[str, Any]:
 
 
 class Read:
-    """What a client reads of a streamed answer; `at` is called with its worker's name, once after
-    so many events."""
+    """What a client reads of a streamed answer; `at` is called with its first worker's name, once
+    after so many events, and so is `again`."""
 
     def __init__(
         self,
         http: httpx.Client,
         body: dict[str, Any],
         at: Callable[[str], object] | None = None,
+        again: Callable[[str], object] | None = None,
         *,
         path: str = "/v1/chat/completions",
         session: str = "s",
     ) -> None:
+        calls = {MOVES_AFTER: at, AGAIN_AFTER: again}
         self.events: list[dict[str, Any]] = []
         self.lines: list[str] = []
         headers = {"x-session-id": session}
@@ -46,9 +48,8 @@ class Read:
                     self.lines.append(line)
                     if line.startswith("data: {"):
                         self.events.append(json.loads(line[6:]))
-                    if at is not None and len(self.events) == MOVES_AFTER:
-                        at(answer.headers.get("x-ownerserve-worker", ""))
-                        at = None
+                    if (call := calls.pop(len(self.events), None)) is not None:
+                        call(answer.headers.get("x-ownerserve-worker", ""))
             except httpx.RemoteProtocolError:  # an answer that ends short has no end
                 self.lines.append("")
 

@@ -17,6 +17,7 @@ does not reach its client, and it can go on behind that.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -46,7 +47,7 @@ from ownerserve.router.worker import Worker
 if TYPE_CHECKING:
     from ownerserve.gateway.exchange.exchange import Exchange
 
-NO_BODY: tuple[bytes, ...] = ()
+NO_BODY: Sequence[bytes | memoryview] = ()
 
 
 class LeavingTurn:
