@@ -110,7 +110,9 @@ def test_a_streamed_answer_goes_on_where_its_worker_is_drained(drained: Drained)
     said = [line for line in read.lines if line.startswith(":")]
     assert any("x-ownerserve-reason: moved" in line for line in said), said
     assert not any(line.startswith(": moved ") for line in said)
-    # The session follows, as after any turn that another than its owner has served.
+    # The session follows, as after any turn that another than its owner has served: with its next
+    # one at the latest, which says whose it is.
+    Read(gateway.http, chat(max_tokens=2), session="first")
     until(lambda: there.metric("ownerserve_sessions_owned") == 1)
     until(lambda: here.metric("ownerserve_sessions_owned") == 0)
 
