@@ -795,6 +795,10 @@ _READ = "node/test_transfers.py::test_what_one_node_holds_another_reads"
 _PREFILLS = "node/test_prefills.py"
 _MOVES = "engines/hf/test_moves.py"
 _TAKEN = f"{_MOVES}::test_its_next_turn_is_an_append_where_it_went"
+_WENT_ON = (
+    "engines/hf/test_turns_move.py::test_a_streamed_answer_goes_on_where_its_worker_is_drained"
+)
+_CALLED_OFF = "node/test_turn_moves.py::test_what_is_kept_goes_with_the_wish_that_brought_it"
 _ORDERED = f"{_PREFILLS}::test_a_prompt_is_read_as_it_is_computed"
 _BOTH_LEGS = (
     "engines/hf/test_prefill_both_legs.py"
@@ -810,6 +814,9 @@ CUT_BY_HAND: dict[str, str] = {
     "node suspend": "engines/hf/test_suspended.py"
     "::test_a_drained_worker_that_nobody_relieves_puts_its_sessions_away",
     "node take": _TAKEN,
+    "node stop_turn": _WENT_ON,
+    "node move_turn": _WENT_ON,
+    "node drop_turn": _CALLED_OFF,
     "node end_prefill": f"{_PREFILLS}::test_asked_again_under_its_nonce_it_is_one_prompt",
     "node list_held": _PLUGIN,
     "node prefill": _ORDERED,
@@ -817,6 +824,7 @@ CUT_BY_HAND: dict[str, str] = {
     "node status": _PLUGIN,
     "turn bring_from": "engines/hf/test_bringing_fleet.py"
     "::test_a_session_leaves_a_busy_worker_with_its_state",
+    "turn joins": _WENT_ON,
     "turn decode_from": "engines/hf/test_prefilling.py"
     "::test_a_prompt_is_computed_elsewhere_and_answered_here",
     "turn nonce": _BOTH_LEGS,
@@ -925,6 +933,7 @@ CUT_AS_READ: dict[str, str] = {
     "said session_taken.epoch": _TAKEN,
     "said session_taken.tokens": _TAKEN,
     "said session_taken.version": _TAKEN,
+    "said turn_kept.turn": _CALLED_OFF,
     "said admit.planned_tokens": "gateway/test_places.py"
     "::test_what_a_worker_would_do_by_its_own_prices_is_expected",
     "has prefix_hash": _WORDS,

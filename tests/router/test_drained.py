@@ -9,13 +9,19 @@ from ownerserve.kv.ids import SessionId, WorkerId
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.decision import DispatchReason
 from ownerserve.router.messages import (
+    Aborted,
     Answer,
     Arm,
+    Arrive,
+    Dispatch,
     Down,
     FirstByte,
     LeftToStore,
     LetGo,
+    MovedOn,
     Noted,
+    Refusal,
+    Refuse,
     Reported,
     TakenOver,
     WorkerDown,
@@ -118,3 +124,60 @@ def test_what_was_put_away_is_nobodys_until_its_next_turn(state: RouterState) ->
     assert turn.worker != home and source is not None
     assert (source.tier, source.tokens) == (Tier.REMOTE, 49_000)
     assert turn.reason is DispatchReason.RECOVERED
+
+
+def running(state: RouterState) -> Dispatch:
+    """A session's second turn, of whose answer a part is there; its worker is drained."""
+    served(state, "agent", 1.0, tokens=5_000)
+    turn = dispatched(state, "agent", 2.0, prompt_bytes=4 * 5_500)
+    state.handle(FirstByte(turn.receipt, None, Answer.TURN), 2.1)
+    state.handle(WorkerDown(turn.worker, Down.DRAINED), 2.2)
+    return turn
+
+
+def requests(state: RouterState) -> dict[WorkerId, int]:
+    return {one.id: one.requests for one in state.fleet}
+
+
+def test_a_turn_that_moves_amid_its_answer_counts_where_it_goes_on(state: RouterState) -> None:
+    turn = running(state)
+    known = state.sessions.get(AGENT)
+    assert known is not None
+    turns = known.turns
+    target = state.idle.place_running(Arrive(AGENT, 4 * 5_500), turn.decision.worker, 2.3)
+    assert target is not None and target.id != turn.worker and target.unit is not None
+    gone_on = state.handle(MovedOn(turn.receipt, target.unit), 2.4)
+    assert isinstance(gone_on, Dispatch)
+    assert (gone_on.worker, gone_on.reason) == (target.id, DispatchReason.MOVED)
+    assert gone_on.decision.reason is DispatchReason.MOVED
+    assert requests(state) == {turn.worker: 0, target.id: 1}
+    assert known.turns == turns, "it is the same turn"
+    began = state.handle(FirstByte(gone_on.receipt, None, Answer.TURN), 2.5)
+    assert isinstance(began, LetGo) and began.source.worker == turn.worker
+    assert known.owner is target
+    state.handle(Aborted(gone_on.receipt), 2.6)
+    state.check()
+
+
+def test_a_turn_whose_target_is_gone_by_then_is_broken(state: RouterState) -> None:
+    turn = running(state)
+    target = state.idle.place_running(Arrive(AGENT, 4 * 5_500), turn.decision.worker, 2.3)
+    assert target is not None and target.unit is not None
+    state.handle(WorkerDown(target.id, Down.UNREACHABLE), 2.35)
+    assert state.handle(MovedOn(turn.receipt, target.unit), 2.4) == Refuse(Refusal.NO_WORKER)
+    assert not any(requests(state).values()) and state.account.broken == 1
+    state.check()
+
+
+def test_a_turn_of_which_nobody_has_anything_is_asked_elsewhere_then(state: RouterState) -> None:
+    """Its answer is not streamed: it can be computed anew."""
+    raise_up(state, "w2", profile=LENDS)
+    turn = dispatched(state, "agent", 1.0, prompt_bytes=4 * 500)
+    state.handle(WorkerDown(turn.worker, Down.DRAINED), 1.1)
+    target = state.idle.place_running(Arrive(AGENT, 4 * 500), turn.decision.worker, 1.2)
+    assert target is not None and target.unit is not None
+    state.handle(WorkerDown(target.id, Down.UNREACHABLE), 1.3)
+    again = state.handle(MovedOn(turn.receipt, target.unit), 1.4)
+    assert isinstance(again, Dispatch) and again.worker not in (turn.worker, target.id)
+    state.handle(Aborted(again.receipt), 1.5)
+    state.check()

@@ -76,6 +76,7 @@ class GatewayCollector(Collector):
         yield from self._receipts()
         yield from self._patterns()
         yield from self._nodes()
+        yield from self._moves()
         yield from rollout_metrics(self._gateway.turns.rollout)
         yield from constant_metrics(self._gateway.state.settings)
         if self._gateway.part is not None:
@@ -277,20 +278,6 @@ class GatewayCollector(Collector):
             outcome=gateway.turns.releasing.counts,
         )
         yield _counts(
-            "moves",
-            "Idle sessions that were to leave a drained worker, by how that ended: taken, suspended"
-            " (to its store), no_target (nobody else can take its state), unreachable, or why the"
-            " session stayed.",
-            end=gateway.moves.counts,
-        )
-        yield _counts(
-            "wanted_moves",
-            "Moves of idle sessions for load's sake, by step: wanted, granted, and how each ended:"
-            " taken, why it stayed, or why it was dropped (ended, moved, went_on, owner_gone,"
-            " too_old, crowded_out).",
-            step=gateway.turns.gap_moves.counts,
-        )
-        yield _counts(
             "node_requests",
             "Requests on workers' RPC ports, by type.",
             request=gateway.turns.lines.asked,
@@ -307,6 +294,41 @@ class GatewayCollector(Collector):
                 "by reason.",
                 answer=gateway.turns.finder.answers,
             )
+
+    def _moves(self) -> Iterator[Metric]:
+        """Yield what came of sessions and turns that were to move."""
+        gateway = self._gateway
+        yield _counts(
+            "moves",
+            "Idle sessions that were to leave a drained worker, by how that ended: taken, suspended"
+            " (to its store), no_target (nobody else can take its state), unreachable, or why the"
+            " session stayed.",
+            end=gateway.moves.counts,
+        )
+        yield _counts(
+            "wanted_moves",
+            "Moves of idle sessions for load's sake, by step: wanted, granted, and how each ended:"
+            " taken, why it stayed, or why it was dropped (ended, moved, went_on, owner_gone,"
+            " too_old, crowded_out).",
+            step=gateway.turns.gap_moves.counts,
+        )
+        yield _counts(
+            "turn_moves",
+            "Turns that were to leave a drained worker amid their answers, by how the order ended:"
+            " sent, no_target, unreachable, torn (their client had a part of a line), no_answer, or"
+            " why they stayed.",
+            end=gateway.turn_moves.counts,
+        )
+        yield _histogram(
+            "turn_move_pause_seconds",
+            "How long clients had nothing of streams that moved to another worker.",
+            gateway.legs.pauses_s,
+        )
+        yield GaugeMetricFamily(
+            _P + "turn_move_longest_pause_seconds",
+            "The longest of these pauses since the start.",
+            value=gateway.legs.longest_pause_s,
+        )
 
     def _workers(self) -> Iterator[Metric]:
         for name, text, attribute in _PER_WORKER:

@@ -34,6 +34,7 @@ from ownerserve.gateway.processes.part import GatewayPart
 from ownerserve.gateway.rollout.reloading import Reloading
 from ownerserve.gateway.rollout.shadow_log import ShadowLog
 from ownerserve.gateway.roster import Roster
+from ownerserve.gateway.turn_moves import TurnMoves
 from ownerserve.gateway.turns import Turns
 from ownerserve.kv.listening import (
     GATEWAY,
@@ -110,6 +111,7 @@ class Gateway:
         self.directory_log = DirectoryLog()
         self.roster = Roster(config, turns)
         self.moves = Moves(turns)
+        self.turn_moves = TurnMoves(turns, self.clients)
         self.discovery = Discovery(self.roster, open_sources(config))
         self.monitors = self.roster.monitors
         self.inventories = self.roster.inventories
@@ -207,8 +209,9 @@ class Gateway:
             bound, lambda: ClientConnection(self), clients_max=clients_max, tls=self.tls, end=end
         )
         self.door.open()
-        watches = (self._sweep(), self._tidy(), self._look_at_answers(), self.moves.run())
-        self._tasks = [loop.create_task(watch) for watch in watches]
+        watches = (self._sweep(), self._tidy(), self._look_at_answers())
+        moves = (self.moves.run(), self.turn_moves.run())
+        self._tasks = [loop.create_task(watch) for watch in (*watches, *moves)]
 
     async def drain(self) -> None:
         """Say on /health that this is the end, and serve on for `drain_notice_s`; then take no more

@@ -65,7 +65,7 @@ from ownerserve.gateway.workers.rpc import (
     seed_of,
 )
 from ownerserve.kv.ids import SessionId, WorkerId
-from ownerserve.kv.messages import ExecutionMode, Tier
+from ownerserve.kv.messages import ExecutionMode, RoutingUnit, Tier
 from ownerserve.kv.wire.headers import TurnLine
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import NO_NONCE, Admit, Reject
@@ -100,6 +100,7 @@ from ownerserve.router.messages import (
     LeftToStore,
     LetGo,
     Misjudged,
+    MovedOn,
     NotComputedApart,
     Refuse,
     ReleaseEnd,
@@ -199,6 +200,18 @@ class LostStream(msgspec.Struct, frozen=True, gc=False):
 
     dispatch: Dispatch
     why: Failure
+
+
+class SentOn(msgspec.Struct, frozen=True, gc=False):
+    """A dispatch that is sent on has ended amid its turn's answer, which goes on at `target`: all
+    that it needs was sent there."""
+
+    dispatch: Dispatch
+    target: RoutingUnit
+
+
+EndedLeg: TypeAlias = LostDispatch | LostPrefill | LostStream | SentOn
+"""After which a turn is decided anew, or goes on."""
 
 
 class NotLetIn(msgspec.Struct, frozen=True, gc=False):
@@ -316,12 +329,14 @@ class Route:
 _END_OF: dict[type, str] = {NotLetIn: "not_let_in", Aborted: "aborted", Broken: "broken"}
 
 
-def _lost_of(lost: LostDispatch | LostPrefill | LostStream | None) -> tuple[Dispatch | None, str]:
+def _lost_of(lost: EndedLeg | None) -> tuple[Dispatch | None, str]:
     """Return the dispatch that a trace is to end, if there is one, and why: empty where nothing
     went wrong."""
     if lost is None or isinstance(lost, LostPrefill):
         return None, ""
-    return lost.dispatch, "" if isinstance(lost.why, Correction) else lost.why.value
+    if isinstance(lost, SentOn) or isinstance(lost.why, Correction):
+        return lost.dispatch, ""
+    return lost.dispatch, lost.why.value
 
 
 class Turns:
@@ -456,12 +471,12 @@ class Turns:
     def decide(
         self,
         asked: IdentifiedRequest,
-        lost: LostDispatch | LostPrefill | LostStream | None = None,
+        lost: EndedLeg | None = None,
         *,
         request_id: bytes,
     ) -> Route | Refuse:
         """Decide where the turn runs, for the first time or after a dispatch, its prefill or its
-        stream was lost, and note the decision."""
+        stream was lost, or sent on, and note the decision."""
         trace = asked.trace
         if trace is not None:
             trace.deciding(*_lost_of(lost))
@@ -470,7 +485,8 @@ class Turns:
         if trace is not None:
             trace.decided(request_id, asked.arrive.session, outcome)
         self.observer.decided(request_id, asked, outcome)
-        if lost is not None and not lost.dispatch.decision.worker.up:
+        is_lost = lost is not None and not isinstance(lost, SentOn)
+        if is_lost and lost is not None and not lost.dispatch.decision.worker.up:
             self.worker_log.down(
                 lost.dispatch.worker, why=Down.UNREACHABLE, cause="a turn's connection failed"
             )
@@ -532,9 +548,11 @@ class Turns:
         return Correction.COMPUTES if use is Use.LEFT and source is not None else None
 
     def _end_of(
-        self, lost: LostDispatch | LostPrefill | LostStream
-    ) -> Failed | Unpromised | Misjudged | NotComputedApart | CarryOn:
+        self, lost: EndedLeg
+    ) -> Failed | Unpromised | Misjudged | NotComputedApart | CarryOn | MovedOn:
         """Count a dispatch that was lost, and return what the state is told of it."""
+        if isinstance(lost, SentOn):
+            return MovedOn(lost.dispatch.receipt, lost.target)
         receipt, why = lost.dispatch.receipt, lost.why
         if isinstance(lost, LostPrefill):
             return NotComputedApart(receipt, lost.why)

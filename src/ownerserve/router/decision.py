@@ -90,6 +90,8 @@ class DispatchReason(Label):
     """Nobody could compute the prompt apart: the worker that was to decode computes it itself."""
     CARRIED_ON = "carried_on"
     """The worker failed in the middle of a stream: this one carries it on."""
+    MOVED = "moved"
+    """The turn moved amid its answer: this worker goes on with it."""
     HEDGED = "hedged"
     """Another worker sent nothing of the answer for too long: this one is asked too."""
     RETRY_NEW_CONNECTION = "retry_new_connection"

@@ -1,5 +1,5 @@
 """Idle sessions are asked about as if a turn of them came now: where it would run, and whether it
-would be better elsewhere. Nothing is counted, and nobody bound."""
+would be better elsewhere; and so are turns that run. Nothing is counted, and nobody bound."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ownerserve.router.worker import Worker
 
 
 class IdleDecisions:
-    """This class decides about sessions of which no turn runs. `deciding`: who decides now, and by
+    """This class decides about what is to move. `deciding`: who decides now, and by
     which numbers."""
 
     def __init__(
@@ -42,6 +42,17 @@ class IdleDecisions:
         if not candidates:
             return None
         arrive = _arrive(name, session, 1, arm)
+        return self._decide(arrive, session, candidates, now).worker
+
+    def place_running(self, arrive: Arrive, source: Worker, now: float) -> Worker | None:
+        """Return the worker, but `source`, where a turn that runs there would run were it to come
+        now, of those that can take its state over; None: there is none."""
+        session = None
+        if arrive.session is not None:
+            session = self._sessions.get(self._sessions.resolve(arrive.session))
+        candidates = self._sharing_state(source, arrive.arm).without((source,))
+        if not candidates:
+            return None
         return self._decide(arrive, session, candidates, now).worker
 
     def move(self, name: SessionId, new_tokens: int, arm: Arm, now: float) -> Move | None:
@@ -73,7 +84,7 @@ class IdleDecisions:
         return everyone.without(unfit) if unfit else everyone
 
     def _decide(
-        self, arrive: Arrive, session: RoutedSession, candidates: Candidates, now: float
+        self, arrive: Arrive, session: RoutedSession | None, candidates: Candidates, now: float
     ) -> Decision:
         steering, settings = self._deciding()
         request = ask(arrive, session, candidates, limits=settings, now_s=now)

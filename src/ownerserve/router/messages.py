@@ -311,6 +311,14 @@ class CarryOn(msgspec.Struct, frozen=True, gc=False):
     failure: Failure
 
 
+class MovedOn(msgspec.Struct, frozen=True, gc=False):
+    """This event says that the turn of the dispatch was stopped, by order, amid its answer, and
+    goes on at `target`, which has all that it needs."""
+
+    receipt: Receipt
+    target: RoutingUnit
+
+
 class Hedge(msgspec.Struct, frozen=True, gc=False):
     """This event says that nothing came of the dispatch for too long: another worker is to be asked
     too. The two are legs of one turn: the first that begins to answer goes on, the other ends by
@@ -358,7 +366,7 @@ Settling = (
     | ComputedApart | Outrun | LegFailed | Broken | Aborted | SessionEnd | ReleaseEnded
     | TakenOver | LeftToStore
 )  # fmt: skip
-Placing = Arrive | Failed | Unpromised | Misjudged | NotComputedApart | CarryOn
+Placing = Arrive | Failed | Unpromised | Misjudged | NotComputedApart | CarryOn | MovedOn
 Event = Placing | Hedge | FirstByte | Done | Settling
 
 # Outcomes

@@ -14,6 +14,7 @@ randomness.
 | ComputedApart | the prefill part comes off where it was computed apart | Noted |
 | NotComputedApart | the prefill part is counted where the turn decodes | Dispatch, the same |
 | CarryOn | the load comes off; another attempt, within a budget, or as Broken | Dispatch, Refuse |
+| MovedOn | the load comes off, and is counted where the turn goes on | Dispatch, Refuse |
 | Hedge | the policy decides among the others: a second leg | Dispatch, Noted: there is none |
 | Outrun, LegFailed | one of two legs comes off as if it had not been sent | Noted |
 | Broken, Aborted | the rest comes off | Noted |
@@ -81,6 +82,7 @@ from ownerserve.router.messages import (
     LegFailed,
     LetGo,
     Misjudged,
+    MovedOn,
     NotComputedApart,
     Noted,
     Outcome,
@@ -217,6 +219,7 @@ class RouterState:
             Unpromised: self._unpromised,
             Misjudged: self._misjudged,
             CarryOn: self._carry_on,
+            MovedOn: self._moved_on,
             Hedge: self._hedge,
             Outrun: self._outrun,
             LegFailed: self._leg_failed,
@@ -539,6 +542,25 @@ class RouterState:
             live.session.turns += 1
         self.account.broken += 1
         return Refuse(outcome)
+
+    def _moved_on(self, event: MovedOn, now: float) -> Dispatch | Refuse:
+        first = self._live.get(event.receipt)
+        has_begun = first is not None and first.has_answered
+        live = self._take_back(event.receipt)
+        worker = self.fleet.find(event.target)
+        if worker is None or not worker.up:
+            if not has_begun:
+                outcome = self._elsewhere(live, now)
+                return self._refuse(outcome) if isinstance(outcome, Refusal) else outcome
+            self.account.broken += 1
+            return Refuse(Refusal.NO_WORKER)
+        if has_begun and live.session is not None:
+            live.session.turns -= 1  # the same turn is dispatched anew
+        live.tried += (live.decision.worker,)
+        request = self._ask_again(live, self._candidates(live.arrive), now)
+        live.decision = run_at(request, worker, DispatchReason.MOVED)
+        live.attempt, live.reason = live.attempt + 1, DispatchReason.MOVED
+        return self._dispatch(live, request)
 
     def _hedge(self, event: Hedge, now: float) -> Dispatch | Noted:
         first = self._live.get(event.receipt)

@@ -9,8 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ownerserve.engines.hf.model.runner import Sampler, sample, truncate  # noqa: E402
-from ownerserve.engines.hf.scheduling.requests import EngineRequest, Sampling, Stopping  # noqa: E402
+from ownerserve.engines.hf.model.runner import Sampler, sample, takes_state, truncate  # noqa: E402
+from ownerserve.engines.hf.scheduling.requests import (  # noqa: E402
+    EngineRequest,
+    SaidSoFar,
+    Sampling,
+    Stopping,
+    TextState,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -26,6 +32,18 @@ def sampler(*, choice: int = 0, stopping: Stopping | None = None, **fields: Any)
         sampling=Sampling(**fields),
     )
     return Sampler(request, choice, CPU)
+
+
+def moved(before: Sampler, written: list[int], **fields: Any) -> Sampler:
+    """The sampler as it goes on at another worker."""
+    request = EngineRequest(
+        request_id="r",
+        prompt=[1, *written],
+        stopping=Stopping(max_tokens=99),
+        sampling=Sampling(**fields),
+        said=SaidSoFar(tuple(written), TextState(), before.state(), 0),
+    )
+    return Sampler(request, 0, CPU)
 
 
 def draw(count: int, one: Sampler) -> list[int]:
@@ -105,3 +123,23 @@ def test_the_callers_logits_stay_as_they_are() -> None:
     before = LOGITS.clone()
     draw(3, sampler(logit_bias={0: -5.0}, frequency_penalty=1.0, top_k=2, top_p=0.9))
     assert torch.equal(LOGITS, before)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 9},
+        {"seed": 9, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"temperature": 0, "frequency_penalty": 0.5},
+    ],
+)
+def test_a_sampler_that_moves_draws_what_it_would_have_drawn(fields: dict[str, Any]) -> None:
+    alone = draw(30, sampler(**fields))
+    before = sampler(**fields)
+    first = draw(11, before)
+    assert [*first, *draw(19, moved(before, first, **fields))] == alone
+
+
+def test_a_generator_s_state_that_can_not_be_used_is_known_before() -> None:
+    assert takes_state(sampler(seed=1).state(), CPU)
+    assert not takes_state(b"", CPU) and not takes_state(bytes(16), CPU), "a device's of CUDA"

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ownerserve.engines.hf.model.text import BROKEN, Choice, Detokenizer, StopStrings
-from ownerserve.engines.hf.scheduling.requests import Delta, FinishReason, Sampled, Stopping
+from ownerserve.engines.hf.scheduling.requests import (
+    Delta,
+    FinishReason,
+    SaidSoFar,
+    Sampled,
+    Stopping,
+)
 
 EOS = 256
 
@@ -35,6 +41,11 @@ def speak(data: bytes, stopping: Stopping) -> list[Delta]:
         if deltas[-1].finish:
             break
     return deltas
+
+
+def moved(before: Choice, said: Sequence[int], stopping: Stopping) -> Choice:
+    """The choice as it goes on at another worker."""
+    return Choice(0, stopping, Bytes(), SaidSoFar(tuple(said), before.text_state(), b"", 0))
 
 
 def stopping(*strings: str, max_tokens: int = 1000, min_tokens: int = 0) -> Stopping:
@@ -119,3 +130,25 @@ def test_end_of_sequence_adds_no_text_but_counts() -> None:
     last = choice.push(Sampled(EOS))
     assert (last.text, last.finish) == ("", FinishReason.STOP)
     assert choice.completion_tokens == 2
+
+
+@given(
+    st.one_of(st.text("aé€😀.\n", max_size=24).map(str.encode), st.binary(max_size=24)),
+    st.lists(st.text("aé.", min_size=1, max_size=3), max_size=2),
+    st.integers(1, 30),
+    st.lists(st.integers(1, 24), max_size=3),
+)
+def test_a_choice_that_moves_says_what_it_would_have_said(
+    data: bytes, stops: list[str], most: int, moves: list[int]
+) -> None:
+    """Wherever it is stopped, and however often: amid a character, or what may be a stop string."""
+    how = stopping(*stops, max_tokens=most)
+    alone = speak(data, how)
+    choice, deltas = Choice(0, how, Bytes()), list[Delta]()
+    for count, token in enumerate((*data, EOS)):
+        if count in moves:
+            choice = moved(choice, data[:count], how)
+        deltas.append(choice.push(Sampled(token)))
+        if deltas[-1].finish:
+            break
+    assert deltas == alone

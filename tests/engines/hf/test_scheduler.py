@@ -532,3 +532,39 @@ def test_a_preempted_append_comes_back_as_one() -> None:
     assert any("b.0" in plan.preempted for plan in plans)
     opened = [one for plan in plans for one in plan.admitted if one.turn_id == "b.0"]
     assert len(opened) > 1 and {one.intake for one in opened} == {Intake.APPEND}
+
+
+def test_a_turn_that_is_stopped_amid_its_answer_goes_on_from_there() -> None:
+    bench = Bench()
+    bench.arrive("a", list(range(18)), new=8, session="s")
+    turn = TurnId("a.0")
+    assert not bench.scheduler.stop(turn, bench.now), "it has not begun"
+    for _ in range(3):
+        assert not bench.scheduler.stop(turn, bench.now), "nothing of its answer is written"
+        bench.step()
+    bench.step()
+    assert bench.scheduler.stop(turn, bench.now)
+    assert not bench.scheduler.stop(turn, bench.now), "it is"
+    bench.scheduler.check()
+    assert not bench.scheduler.has_work and not bench.cache.running
+    assert bench.cache.residents.tokens_of(SessionId("s")), "others may read what it has sealed"
+    bench.scheduler.release(turn)
+    first = bench.step()
+    # Two tokens were sampled, of which the first is computed: 19, of which 16 are sealed.
+    assert [(one.restored, one.again) for one in first.admitted] == [(16, 1)]
+    assert spans(first) == [("a.0", 16, 20)]
+    bench.drain()
+    assert bench.left[turn] == 0 and bench.scheduler.counts.done == 1
+
+
+def test_a_stopped_turn_that_is_given_up_leaves_nothing() -> None:
+    bench = Bench()
+    bench.arrive("a", list(range(18)), new=8)
+    for _ in range(4):
+        bench.step()
+    assert bench.scheduler.stop(TurnId("a.0"), bench.now)
+    bench.scheduler.abort("a", bench.now)
+    bench.scheduler.check()
+    bench.scheduler.release(TurnId("a.0"))  # whoever was slow to say so
+    bench.scheduler.check()
+    assert bench.scheduler.counts.done == 1 and not bench.scheduler.has_work

@@ -3,9 +3,10 @@
     python -m tests.support.hf.assumed worker ...      `ownerserve worker ...`, so priced
     python -m tests.support.hf.assumed --dear worker ...   the same, and computing is dear: what can
                                                            be had from elsewhere is waited for
-
-    python -m tests.support.hf.assumed --layers worker ... the same as the first, and each layer of
-                                                           a prompt computed for a peer is told
+    --slow-steps                                           each step in which answers are written
+                                                           takes a hundredth of a second more
+    --layers                                               each layer of a prompt that is computed
+                                                           for a peer is told
 
 By its prices a worker keeps a session's state or does not, loads or computes. What busy cores
 measure differs tenfold from one minute to the next, and the cheapest way with it: a test that says
@@ -15,7 +16,9 @@ which way is gone says at what prices.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -25,6 +28,8 @@ from ownerserve.node.transfers import turn_lends
 from ownerserve.plan.cost.events import Observation
 from ownerserve.plan.cost.model import Defaults
 from ownerserve.plan.cost.prices import Coefficients
+
+STEP_S = 0.01
 
 
 def pass_over(_calibration: Calibration, _seen: Iterable[Observation]) -> None:
@@ -41,12 +46,29 @@ DEAR = msgspec.structs.replace(node_runtime.UNMEASURED, prefill=Coefficients(5.0
 """0.1 s a token: no machine is so busy that reading from a peer takes longer."""
 
 
+def slow_steps(put: Callable[[type, str, Any], object] = setattr) -> None:
+    """Have each step of this process in which answers are written take STEP_S more, so that one
+    is amid its answer when something happens, on any machine."""
+    from ownerserve.engines.hf.model.runner import ModelRunner
+
+    decode = ModelRunner.decode
+
+    def slowly(self: ModelRunner, rows: Sequence[Any]) -> Any:
+        time.sleep(STEP_S)
+        return decode(self, rows)
+
+    put(ModelRunner, "decode", slowly)
+
+
 if __name__ == "__main__":
     from ownerserve.cli.main import main
 
     if "--layers" in sys.argv:
         sys.argv.remove("--layers")
         turn_lends.PIECE_BYTES = 1
+    if "--slow-steps" in sys.argv:
+        sys.argv.remove("--slow-steps")
+        slow_steps()
     if "--dear" in sys.argv:
         sys.argv.remove("--dear")
         assume_prices(DEAR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from ownerserve.cache.pressure import Watermarks
 from ownerserve.directory.opening import opener_of
 from ownerserve.engines.hf.engine.commands import AsyncEngine
 from ownerserve.engines.hf.engine.loop import StepLoop
+from ownerserve.engines.hf.engine.moving import check_state
 from ownerserve.engines.hf.metrics.prometheus import (
     OwnershipCollector,
     RemoteCollector,
@@ -154,6 +156,9 @@ def build_worker(options: WorkerOptions) -> HfWorker:
             metrics.registry.register(RemoteCollector(counts))
         if transfers is not None:
             transfers.move_sessions(cache, steps, restoring.comings)
+            transfers.move_turns(
+                steps.movable, partial(check_state, facts=facts, device=runner.device)
+            )
             names, port = node.state.names, HfPort(runner)
             steps.serve_peers(transfers.compute_for_others(cache, names, steps, layers=port))
     if options.directory is not None:

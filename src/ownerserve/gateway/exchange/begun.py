@@ -37,6 +37,11 @@ class NothingSaid:
 
     __slots__ = ()
 
+    @property
+    def can_be_told_anew(self) -> bool:
+        """Whether a worker that begins the answer anew may be asked for it."""
+        return True
+
     def reject(self, exchange: Exchange, told: Rejected) -> None:
         """Answer with an error of the gateway's own."""
         exchange.client.answer_rejected(told, exchange.request_id)

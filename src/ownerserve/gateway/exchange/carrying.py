@@ -28,10 +28,10 @@ from ownerserve.gateway.exchange.relaying import HELD_MAX_BYTES, LAST_CHUNK, Rel
 from ownerserve.gateway.exchange.told import Joining, NotTheSame, Told
 from ownerserve.gateway.exchange.usage import is_usage_event
 from ownerserve.gateway.http.events import chunk, error_event, split_events
-from ownerserve.gateway.http.heads import ResponseHead
+from ownerserve.gateway.http.heads import RequestHead, ResponseHead
 from ownerserve.gateway.http.replies import STOPPED, CutShort, Rejected, cut_short, fault
 from ownerserve.gateway.http.upstream import BodySink, UpstreamConnection
-from ownerserve.gateway.turns import BegunAnswer
+from ownerserve.gateway.turns import BegunAnswer, LostStream
 from ownerserve.router.messages import Broken, Failure
 from ownerserve.router.requests.body import BodyFields
 
@@ -53,6 +53,11 @@ def is_repeatable(fields: BodyFields) -> bool:
         return False
 
 
+def is_chat(head: RequestHead) -> bool:
+    """Return whether a request is one for chat or completions."""
+    return head.method == b"POST" and head.target.partition(b"?")[0] in _PATHS
+
+
 def may_be_carried_on(attempt: Attempt, head: ResponseHead) -> bool:
     """Return whether the answer that begins with `head` can be carried on by another worker."""
     exchange = attempt.exchange
@@ -60,8 +65,7 @@ def may_be_carried_on(attempt: Attempt, head: ResponseHead) -> bool:
         exchange.legs.carries_on
         and head.has_events
         and head.chunked
-        and exchange.request.head.method == b"POST"
-        and exchange.request.head.target.partition(b"?")[0] in _PATHS
+        and is_chat(exchange.request.head)
         and is_repeatable(attempt.asked.fields)
     )
 
@@ -87,8 +91,8 @@ class FirstOfStream:
 
     __slots__ = ("told", "why")
 
-    def __init__(self) -> None:
-        self.told = Told()
+    def __init__(self, told: Told | None = None) -> None:
+        self.told = Told() if told is None else told
         self.why = cut_short(Failure.CLOSED)
 
     def take(self, event: bytes) -> bytes:
@@ -146,11 +150,22 @@ class CarriedStream(Relaying):
         self._pending = pending
         if self._is_quiet:
             events = [event for event in events if not is_usage_event(event)]
-        pieces = [self._leg.take(event) for event in events]
+        pieces = [self.taken(event) for event in events]
         if len(pending) > HELD_MAX_BYTES:
             self._is_torn, self._pending = True, b""
             pieces.append(pending)
         return self._framed(b"".join(pieces))
+
+    def taken(self, event: bytes) -> bytes:
+        """Return what the client gets for an event. Raises NotTheSame."""
+        return self._leg.take(event)
+
+    def left_off(self) -> tuple[Told, bytes] | None:
+        """Return what its client was told, and what has come of an event that it does not have,
+        where another phase is to go on with the answer; None: that can't be said."""
+        if self._is_torn or not isinstance(self._leg, FirstOfStream):
+            return None
+        return self._leg.told, self._pending
 
     def answer_bytes(self, data: bytes) -> None:
         """Pass on the events that are whole now."""
@@ -184,7 +199,7 @@ class CarriedStream(Relaying):
             super().answer_broken(failure)
             return
         exchange.begun = PartSaid(told, cut_short(failure), self.begun)
-        exchange.carry_on(self.attempt, failure)
+        exchange.carry_on(self.attempt, LostStream(self.attempt.dispatch, failure))
 
     def differs(self) -> None:
         """Tell the client that its stream stops: the other worker's is not the same."""
@@ -231,12 +246,17 @@ def last_words(exchange: Exchange, why: CutShort) -> bytes:
 class PartSaid:
     """The client has a part of a stream, whose worker is lost for the reason `why`."""
 
-    __slots__ = ("_begun", "_told", "_why")
+    __slots__ = ("_why", "begun", "told")
 
     def __init__(self, told: Told, why: CutShort, begun: BegunAnswer) -> None:
-        self._told = told
+        self.told = told
         self._why = why
-        self._begun = begun
+        self.begun = begun
+
+    @property
+    def can_be_told_anew(self) -> bool:
+        """Whether a worker that begins the answer anew may be asked for the rest."""
+        return True
 
     def reject(self, exchange: Exchange, told: Rejected) -> None:
         """Tell the client that its stream stops, as nobody carries on."""
@@ -263,8 +283,8 @@ class PartSaid:
     ) -> BodySink:
         """Join the other worker's stream to what the client has; what is no stream is no answer."""
         exchange = attempt.exchange
-        begun = structs.replace(came, first_byte_s=self._begun.first_byte_s)
-        stream = CarriedStream(attempt, upstream, begun, NextOfStream(self._told, self._why))
+        begun = structs.replace(came, first_byte_s=self.begun.first_byte_s)
+        stream = CarriedStream(attempt, upstream, begun, NextOfStream(self.told, self._why))
         if not (head.has_events and head.chunked):
             upstream.abort()
             exchange.decide_again(attempt, Failure.MALFORMED)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -34,6 +34,7 @@ from ownerserve.gateway.exchange.begun import NOTHING_SAID, NothingSaid
 from ownerserve.gateway.exchange.carrying import PartSaid
 from ownerserve.gateway.exchange.hedge import hedge_later
 from ownerserve.gateway.exchange.holding import hold
+from ownerserve.gateway.exchange.leaving import NO_BODY, LeavingTurn
 from ownerserve.gateway.exchange.phases import OVER, Connecting, Deciding, Phase, Queued, Reading
 from ownerserve.gateway.exchange.port import LegPort, TurnPort
 from ownerserve.gateway.exchange.prefill import begin_prefill
@@ -55,18 +56,20 @@ from ownerserve.gateway.http.upstream import UpstreamConnection
 from ownerserve.gateway.stamps import TurnRefused
 from ownerserve.gateway.turns import (
     Correction,
+    EndedLeg,
     LookUp,
     LostDispatch,
     LostStream,
     Route,
+    SentOn,
     Why,
 )
 from ownerserve.gateway.workers.rpc import HeldPlace, Manner, is_direct_append
-from ownerserve.kv.wire.headers import session_id_of
+from ownerserve.kv.wire.headers import TurnLine, session_id_of
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject
 from ownerserve.router.decision import DispatchReason
-from ownerserve.router.messages import Failure, Refuse
+from ownerserve.router.messages import Broken, Failure, Refuse
 
 log = logging.getLogger("ownerserve.gateway")
 
@@ -79,7 +82,8 @@ class Exchange:
     answer."""
 
     __slots__ = (
-        "__weakref__", "ahead", "asks_usage", "begun", "client", "legs", "phase", "refused",
+        "__weakref__", "ahead", "asks_usage", "begun", "client", "leaving", "legs", "phase",
+        "refused",
         "request", "request_id", "started_s", "turns",
     )  # fmt: skip
 
@@ -107,6 +111,8 @@ class Exchange:
         kept back, also when a reload has nobody asked from now on."""
         self.ahead: NothingAhead = NOTHING_AHEAD
         """The leg that has the prompt computed meanwhile; none once the answer begins."""
+        self.leaving: LeavingTurn | None = None
+        """Where the turn is to go on, of which a part is answered; None: it is to stay."""
         self.phase: Phase = OVER
 
     def start(self) -> None:
@@ -185,7 +191,7 @@ class Exchange:
         if isinstance(route, Refuse):
             self._refuse(asked, refused(route.refusal))
             return
-        if route.dispatch.reason is DispatchReason.RETRY_UNASKED:
+        if route.dispatch.reason in (DispatchReason.RETRY_UNASKED, DispatchReason.MOVED):
             manner = Manner.UNASKED
         attempt = Attempt(self, asked, route, manner)
         if route.dispatch.decision.prefill is None or route.prefiller is not None:
@@ -210,7 +216,14 @@ class Exchange:
         self.ahead.end()
         asked = attempt.asked
         self.phase = Deciding(self, asked)
-        lost = LostDispatch(attempt.dispatch, why)
+        if not self.begun.can_be_told_anew and why is not Failure.STALE:
+            self.turns.ended(asked, Broken(attempt.dispatch.receipt))
+            self.phase = OVER
+            self.begun.reject(self, fault())
+            return
+        lost: EndedLeg = LostDispatch(attempt.dispatch, why)
+        if why is WorkerRefusal.MOVED and self.leaving is not None:
+            lost = self.leaving.sent_on(self, attempt)
         route = self.turns.decide(asked, lost, request_id=self.request_id)
         if isinstance(route, Refuse) and isinstance(why, WorkerRefusal):
             pressure = self.refused
@@ -221,12 +234,11 @@ class Exchange:
         else:
             self._follow(asked, attempt.manner, route)
 
-    def carry_on(self, attempt: Attempt, failure: Failure) -> None:
+    def carry_on(self, attempt: Attempt, lost: LostStream | SentOn) -> None:
         """Send the turn to another worker, as its stream stops in its middle; what the client has
         of it stays."""
         asked = attempt.asked
         self.phase = Deciding(self, asked)
-        lost = LostStream(attempt.dispatch, failure)
         self._follow(
             asked, Manner.UNASKED, self.turns.decide(asked, lost, request_id=self.request_id)
         )
@@ -313,10 +325,10 @@ class Exchange:
             line = structs.replace(line, reservation=place.number)
         elif attempt.is_judged and is_direct_append(route.dispatch):
             line = structs.replace(line, judged=True)
-        session_id = None if line.name is None else session_id_of(line)
-        usage = self.legs.usage_saids(head.target, asked.fields)
-        self.asks_usage = self.asks_usage or bool(usage)
-        body = asked.body_for(self.request.body, session_id, *attempt.saids, *usage)
+        if self.leaving is not None and self.leaving.went_to(route.dispatch):
+            line, body = structs.replace(line, joins=self.leaving.tokens), NO_BODY
+        else:
+            body = self._body(attempt, line)
         sent = head.to_worker(self.request_id, sum(map(len, body)), orders=route.head_lines(line))
         awaiting = AwaitingHead(attempt, place, upstream)
         self.phase = self.phase.with_leg(awaiting)
@@ -326,6 +338,14 @@ class Exchange:
             place.use()
         if self.phase is awaiting:
             hedge_later(awaiting)
+
+    def _body(self, attempt: Attempt, line: TurnLine) -> Sequence[bytes | memoryview]:
+        """Return the body as the worker gets it."""
+        asked = attempt.asked
+        session_id = None if line.name is None else session_id_of(line)
+        usage = self.legs.usage_saids(self.request.head.target, asked.fields)
+        self.asks_usage = self.asks_usage or bool(usage)
+        return asked.body_for(self.request.body, session_id, *attempt.saids, *usage)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """End the request when one of its tasks ends badly: this is the root of all of them."""

@@ -8,6 +8,7 @@ for each step; what runs at one alone is Turns' (turns.py).
 | ahead | so, where both are asked at once | ComputedApart; the answer's begin, whatever fails |
 | hedge | nothing came of the first for long | as any dispatch, if it is first; Outrun, LegFailed |
 | carry_on | a stream stops in its middle (CarryOn) | as any dispatch |
+| move | a turn is stopped amid its answer (MovedOn) | as any dispatch |
 
 A leg that fails fails no turn. `counts` says what became of legs, by (leg, outcome).
 """
@@ -19,6 +20,7 @@ from collections import Counter
 from ownerserve.gateway.asking import IdentifiedRequest
 from ownerserve.gateway.config import Config, PrefillLegs, StreamUsage
 from ownerserve.gateway.exchange.usage import usage_saids
+from ownerserve.gateway.histograms import Histogram
 from ownerserve.gateway.turns import LostPrefill, Route, Turns
 from ownerserve.kv.messages import ExecutionMode
 from ownerserve.router.messages import (
@@ -37,6 +39,7 @@ _AHEAD = "ahead"
 COMPUTED = "computed"
 _HEDGE = "hedge"
 _CARRY_ON = "carry_on"
+_MOVE = "move"
 
 
 class Legs:
@@ -44,6 +47,9 @@ class Legs:
 
     def __init__(self, turns: Turns, config: Config) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.pauses_s = Histogram()
+        """How long clients had nothing of streams that moved."""
+        self.longest_pause_s = 0.0
         self.prompt_patience_s = config.first_byte_timeout_s
         """How long a worker that is up may take to compute a prompt."""
         self.hedge_after_s = config.hedge_after_s
@@ -133,3 +139,12 @@ class Legs:
     def carried(self, outcome: str) -> None:
         """Count what became of a stream whose worker was lost."""
         self.counts[_CARRY_ON, outcome] += 1
+
+    def moved(self, outcome: str) -> None:
+        """Count what became of a turn that was to move amid its answer."""
+        self.counts[_MOVE, outcome] += 1
+
+    def paused(self, pause_s: float) -> None:
+        """Count how long a client had nothing of a stream that moved."""
+        self.pauses_s.observe(pause_s)
+        self.longest_pause_s = max(self.longest_pause_s, pause_s)

@@ -13,9 +13,7 @@ from ownerserve.gateway.stamps import TurnRefused
 from ownerserve.gateway.turns import (
     Arrived,
     BegunAnswer,
-    LostDispatch,
-    LostPrefill,
-    LostStream,
+    EndedLeg,
     NotLetIn,
     Route,
 )
@@ -48,7 +46,7 @@ class TurnPort(Protocol):
     def decide(
         self,
         asked: IdentifiedRequest,
-        lost: LostDispatch | LostPrefill | LostStream | None = None,
+        lost: EndedLeg | None = None,
         *,
         request_id: bytes,
     ) -> Route | Refuse:
@@ -140,4 +138,12 @@ class LegPort(Protocol):
 
     def carried(self, outcome: str) -> None:
         """Count what became of a stream whose worker was lost."""
+        ...
+
+    def moved(self, outcome: str) -> None:
+        """Count what became of a turn that was to move amid its answer."""
+        ...
+
+    def paused(self, pause_s: float) -> None:
+        """Count how long a client had nothing of a stream that moved."""
         ...

@@ -139,6 +139,11 @@ class Streaming(Relaying):
             self._client.write(self._held)
         super().answer_end(tail)
 
+    def left_off(self) -> bytes | None:
+        """Return the payload that has come and that its client does not have, where another phase
+        is to go on with the answer; None: the client has a part of a line."""
+        return None if self._is_torn else self._payload(self._held)
+
     def abort(self) -> None:
         """Hang up on the worker; a client that has read the last event has its answer, and many
         wait for no body's end."""

@@ -407,7 +407,8 @@ class ClientConnection(asyncio.Protocol):
         self._reader = RequestReader(gateway.limits, gateway.bodies)
         self._transport: asyncio.Transport | None = None
         self._queue: deque[HttpRequest | Rejected] = deque()
-        self._exchange: Answering | None = None
+        self.answering: Answering | None = None
+        """What has the present request answered; None: nothing is."""
         self._held: HeldBody | None = None
         """What the body of the request that is being answered holds."""
         self._target = b""
@@ -460,7 +461,7 @@ class ClientConnection(asyncio.Protocol):
         if items:
             self._queue.extend(items)
             self._advance()
-        elif reader.in_message and self._exchange is None:
+        elif reader.in_message and self.answering is None:
             if idle:  # from here on the client is late, not idle
                 self._waiting_since_s = self._gateway.now()
             if self._kept is not None and not self._queue and self._goes(self._kept):
@@ -474,7 +475,7 @@ class ClientConnection(asyncio.Protocol):
         self._reader.close()
         self._drop_queue()
         self._gateway.left(self)
-        exchange = self._exchange
+        exchange = self.answering
         self._answered()
         if exchange is not None:
             try:
@@ -484,15 +485,15 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.takes_more = False
-        if self._exchange is not None:
-            self._exchange.pause()
+        if self.answering is not None:
+            self.answering.pause()
 
     def resume_writing(self) -> None:
         self.takes_more = True
         if self._leaves_for is not None:
             self._leave(self._leaves_for)
-        elif self._exchange is not None:
-            self._exchange.resume()
+        elif self.answering is not None:
+            self.answering.resume()
         else:
             self._go_on()
 
@@ -508,7 +509,7 @@ class ClientConnection(asyncio.Protocol):
     def _failed(self, error: Exception) -> None:
         """End the connection after a fault of ours, with an answer where none is under way."""
         _log_fault(error)
-        if self._exchange is None and not self._closing:
+        if self.answering is None and not self._closing:
             self._refuse_and_linger(fault())
         else:
             self.answer_cut_off()
@@ -516,7 +517,7 @@ class ClientConnection(asyncio.Protocol):
     def _advance(self) -> None:
         """Start the next request when none is being answered; keep the queue short."""
         queue = self._queue
-        while queue and self._exchange is None and self.takes_more and not self._closing:
+        while queue and self.answering is None and self.takes_more and not self._closing:
             item = queue.popleft()
             if isinstance(item, Rejected):
                 self._refuse_and_linger(item)
@@ -541,9 +542,9 @@ class ClientConnection(asyncio.Protocol):
                 self._answer_models(path, self._id_of(head))
                 self._stays()
                 continue
-            self._exchange, self._held = self._gateway.begin(self, item), item.held
+            self.answering, self._held = self._gateway.begin(self, item), item.held
             try:
-                self._exchange.start()
+                self.answering.start()
             except Elsewhere as elsewhere:
                 self._hand_over(elsewhere.process)
                 return
@@ -725,7 +726,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _answered(self) -> None:
         """Note that no request is being answered, and let its body go."""
-        self._exchange = None
+        self.answering = None
         if self._held is not None:
             self._held.let_go()
             self._held = None
@@ -742,8 +743,8 @@ class ClientConnection(asyncio.Protocol):
     def stop(self) -> None:
         """Close the connection, as the gateway ends; whose answer is under way hears it, if it can
         be said."""
-        if self._exchange is not None:
-            self._exchange.stop()
+        if self.answering is not None:
+            self.answering.stop()
         self._close()
 
     def _close(self) -> None:
@@ -757,7 +758,7 @@ class ClientConnection(asyncio.Protocol):
         limits, reader, waited_s = self._gateway.limits, self._reader, now - self._waiting_since_s
         if self._leaves_for is not None and waited_s > limits.body_timeout_s:
             self._abort()
-        if self._exchange is not None or self._closing:
+        if self.answering is not None or self._closing:
             return
         if not reader.in_message:
             if waited_s > idle_timeout_s:

@@ -258,6 +258,10 @@ class UpstreamConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def hand_to(self, sink: BodySink) -> None:
+        """Report the rest of the answer, which has begun, to another sink."""
+        self._relaying = sink
+
     def pause(self) -> None:
         """Stop reading, as the client is slow, so that the worker is slowed too."""
         transport = self._transport

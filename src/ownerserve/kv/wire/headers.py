@@ -44,6 +44,8 @@ Owns the names, and the encoding and decoding of both lines; nobody else spells 
 | | by it who reads, whichever of them is heard first |
 | prefill | true: compute the prompt alone, for who asks under `nonce`; nothing is answered, and |
 | | the session, which bring_from is asked by, is not bound |
+| joins | the turn was moved here amid its answer, of which the client has so many tokens: it |
+| | goes on behind them, by what its former worker sent; the body is empty |
 
 vLLM hands its scheduler one free text of a request, x-session-id: `session_id_of` puts the name
 there, with `;final` behind it on the last turn, and `read_session_id` takes it apart again.
@@ -171,6 +173,7 @@ class TurnLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, kw_onl
     decode_from: LenderAddress | None = None
     nonce: int | None = None
     prefill: bool = False
+    joins: int | None = None
 
 
 class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
@@ -189,6 +192,7 @@ class _CheckedTurnLine(msgspec.Struct, frozen=True, gc=False):
     decode_from: LenderAddress | None = None
     nonce: Annotated[int, msgspec.Meta(gt=0, le=NONCE_MAX)] | None = None
     prefill: bool = False
+    joins: Count | None = None
 
 
 NO_TURN_LINE = TurnLine()
@@ -237,6 +241,7 @@ def decode_turn_line(value: str) -> TurnLine:
         decode_from=found.decode_from,
         nonce=found.nonce,
         prefill=found.prefill,
+        joins=found.joins,
     )
 
 
@@ -268,6 +273,24 @@ def read_session_id(session_id: str) -> TurnLine:
     if name != session_id and is_name(name):
         return TurnLine(name=SessionId(name), final=True)
     return TurnLine(name=SessionId(session_id))
+
+
+# The end of a leg
+
+_MOVED = re.compile(rb": moved ([0-9]{1,9})\n\n")
+
+
+def moved_comment(tokens: int) -> bytes:
+    """Return the last event of a stream that goes on at another worker, behind so many tokens of
+    its answer: a comment, which is nobody's event."""
+    return b": moved %d\n\n" % tokens
+
+
+def read_moved_comment(event: bytes) -> int | None:
+    """Return how many tokens of an answer a stream had that goes on elsewhere; None: the event says
+    nothing of it."""
+    found = _MOVED.fullmatch(event)
+    return None if found is None else int(found[1])
 
 
 # The answer line

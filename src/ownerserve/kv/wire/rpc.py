@@ -219,14 +219,46 @@ class EndPrefill(msgspec.Struct, frozen=True, tag="end_prefill"):
     turn_id: TurnId
 
 
-class Take(msgspec.Struct, frozen=True, tag="take"):
+class Take(msgspec.Struct, frozen=True, tag="take", omit_defaults=True):
     """Take asks a worker to take an idle session over from `source`, which owns it: its state
     first, ownership after. `SessionTaken` answers it. What was called off before ownership was
     asked for is given up.
+
+    With `turn`, the id of a request that decodes at `source`: to have that one go on here.
+    `target`: where `source` reaches this worker. `TurnSent` answers it.
     """
 
     session_id: SessionId
     source: LenderAddress
+    turn: str = ""
+    target: LenderAddress | None = None
+
+
+class StopTurn(msgspec.Struct, frozen=True, tag="stop_turn"):
+    """StopTurn asks, node to node, to stop the turn of the request `turn` between two steps, and to
+    send it to `target`. `TurnSent` answers it, once the target has it; else the turn goes on.
+    """
+
+    turn: str
+    target: LenderAddress
+
+
+class MoveTurn(msgspec.Struct, frozen=True, tag="move_turn"):
+    """MoveTurn has a turn that was stopped: `state` is all that its engine needs to go on, in that
+    engine's own form. Its client is told the first `tokens` tokens of the answer (none of one that
+    is not streamed). `TurnKept` answers it: it waits for the turn's leg, which says that its client
+    has those tokens. A `Cancel` takes it back.
+    """
+
+    turn: str
+    tokens: int
+    state: bytes
+
+
+class DropTurn(msgspec.Struct, frozen=True, tag="drop_turn"):
+    """DropTurn gives up a turn that was kept: what a `Cancel` of a `MoveTurn` becomes."""
+
+    turn: str
 
 
 class AskSession(msgspec.Struct, frozen=True, tag="ask_session"):
@@ -261,9 +293,11 @@ RpcRequest = (
     | AskLine
     | AskPrefix
     | AskSession
+    | DropTurn
     | EndPrefill
     | HandOver
     | ListHeld
+    | MoveTurn
     | Prefill
     | Status
     | Probe
@@ -271,6 +305,7 @@ RpcRequest = (
     | Commit
     | Release
     | ReleaseSession
+    | StopTurn
     | Suspend
     | Take
 )
@@ -366,6 +401,17 @@ class SessionTaken(msgspec.Struct, frozen=True, tag="session_taken", omit_defaul
     epoch: Epoch | None = None
 
 
+class TurnKept(msgspec.Struct, frozen=True, tag="turn_kept"):
+    """TurnKept answers `MoveTurn`: the turn is here, and goes on once its leg comes."""
+
+    turn: str
+
+
+class TurnSent(msgspec.Struct, frozen=True, tag="turn_sent"):
+    """TurnSent answers `StopTurn`, and a `Take` of a turn: its target has it, and its leg at the
+    source ends, which says how far that came."""
+
+
 class Suspended(msgspec.Struct, frozen=True, tag="suspended"):
     """Suspended answers `Suspend`: nobody owns the session now, and what of it was worth a copy is
     in the store."""
@@ -382,6 +428,8 @@ RpcAnswer = (
     | StatusIs
     | SessionTaken
     | Suspended
+    | TurnKept
+    | TurnSent
     | Admit
     | Reject
     | Reserved

@@ -37,6 +37,7 @@ from ownerserve.kv.wire.rpc import (
     AskSession,
     Cancel,
     Cancelled,
+    DropTurn,
     EndPrefill,
     ListHeld,
     Nonce,
@@ -50,6 +51,7 @@ from ownerserve.kv.wire.rpc import (
     RpcRequest,
     Said,
     Status,
+    TurnKept,
     decode_answer,
     decode_request,
     encode,
@@ -271,17 +273,21 @@ class RpcServer:
             case Flight(future=future):
                 self.counts["cancelled"] += 1
                 future.cancel()
-            case Reserved() | Accepted() as given:
+            case Reserved() | Accepted() | TurnKept() as given:
                 self.counts["cancelled"] += 1
                 self._give_back(given)
 
-    def _give_back(self, given: Reserved | Accepted) -> None:
-        """Undo what was given: a place, or a prompt that is computed for another."""
+    def _give_back(self, given: Reserved | Accepted | TurnKept) -> None:
+        """Undo what was given: a place, a prompt that is computed for another, or a turn that is
+        to go on here."""
         with suppress(RuntimeError):  # an engine that has ended holds nothing
-            if isinstance(given, Reserved):
-                self._answer(Release(given.reservation))
-            else:
-                self._answer(EndPrefill(given.turn_id))
+            match given:
+                case Reserved():
+                    self._answer(Release(given.reservation))
+                case Accepted():
+                    self._answer(EndPrefill(given.turn_id))
+                case TurnKept():
+                    self._answer(DropTurn(given.turn))
 
     def _ring(self, future: Future[RpcAnswer]) -> None:
         """Wake the server's thread for an answer; called on the thread of whoever answers."""
@@ -306,7 +312,9 @@ class RpcServer:
             self._tell(flight, answer)
         elif not future.cancelled():
             self.counts["late"] += 1
-            if isinstance(answer, Reserved | Accepted):  # called off while it was being done
+            if isinstance(
+                answer, Reserved | Accepted | TurnKept
+            ):  # called off while it was being done
                 self._give_back(answer)
 
     def _give_up(self, now: float) -> None:

@@ -39,6 +39,8 @@ class TransferCounts(BringCounts, frozen=True, kw_only=True):
     told_bytes: Mapping[str, int]
     moves: Mapping[tuple[str, str], int]
     """By `came` and `went`, and how each ended."""
+    turn_moves: Mapping[tuple[str, str], int]
+    """The same, of turns amid their answers."""
     connections: int
     stage_used_bytes: int
     arena: ArenaNumbers | None

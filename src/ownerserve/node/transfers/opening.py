@@ -28,13 +28,16 @@ from ownerserve.kv.wire.rpc import (
     AskLender,
     AskPrefix,
     AskSession,
+    DropTurn,
     EndPrefill,
     HandOver,
+    MoveTurn,
     Nonce,
     Prefill,
     Reject,
     RpcAnswer,
     RpcRequest,
+    StopTurn,
     Suspend,
     Take,
 )
@@ -60,6 +63,7 @@ from ownerserve.node.transfers.stored_looks import (
 from ownerserve.node.transfers.suspending import Suspensions
 from ownerserve.node.transfers.target_side import TargetSide
 from ownerserve.node.transfers.turn_lends import LayersWatched, TurnLends
+from ownerserve.node.transfers.turn_moves import ComingTurns, LeavingTurns, StoppingEngine
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import BRINGS_AT_ONCE
 from ownerserve.plan.cost.prices import Prices
@@ -195,6 +199,9 @@ class NodeTransfers:
         self.takes: Takes | None = None
         self.suspensions: Suspensions | None = None
         """How sessions leave, come, and are put away; None: none is."""
+        self.leaving_turns: LeavingTurns | None = None
+        self.coming_turns: ComingTurns | None = None
+        """How turns leave and come amid their answers; None: none does."""
         self.stopped: Callable[[], None] = lambda: None
         """Called once nothing is lent any more."""
         self._is_started = False
@@ -272,6 +279,14 @@ class NodeTransfers:
         self.takes = Takes(self._unit, cache, engine, node=node, on_engine=on_engine)
         self.suspensions = Suspensions(engine, node, self.leaving)
 
+    def move_turns(
+        self, engine: StoppingEngine, check: Callable[[bytes], WorkerRefusal | None]
+    ) -> None:
+        """Have turns move to peers and from them amid their answers, `check` being what an engine
+        says of a state that it is to go on from; call it before `start`."""
+        self.leaving_turns = LeavingTurns(engine, lambda work: self._on_engine(work))
+        self.coming_turns = ComingTurns(check)
+
     def start(self, on_engine: OnEngine, *, rpc: str = "") -> None:
         """Begin to lend and bring; `on_engine` runs calls where the cache is owned. `rpc`: the
         address of this node's RPC port, which peers that compute for it read it by; empty, or one
@@ -316,6 +331,14 @@ class NodeTransfers:
                     return self._later(partial(self.leaving.hand_over, request))
                 case Suspend() if self.suspensions is not None:
                     return self._later(partial(self.suspensions.suspend, request))
+                case StopTurn() if self.leaving_turns is not None:
+                    return self.service.run(self.leaving_turns.send(request, self.service.target))
+                case MoveTurn() if self.coming_turns is not None:
+                    return _at_once(self.coming_turns.keep(request))
+                case DropTurn() if self.coming_turns is not None:
+                    return _at_once(self.coming_turns.drop(request))
+                case Take() if request.turn and self.coming_turns is not None:
+                    return self.service.run(self.coming_turns.take(request, self.service.target))
                 case Take() if self.takes is not None:
                     return self.service.run(self.takes.take(request, self.service.target))
             return others(request)
@@ -360,6 +383,7 @@ class NodeTransfers:
             prefills={} if self.prefills is None else dict(self.prefills.counts),
             told_bytes={} if self.prefills is None else dict(self.prefills.told_bytes),
             moves=self._moves(),
+            turn_moves=self._turn_moves(),
             connections=self._server.connections,
             arena=None if arena is None else arena.numbers(time.monotonic()),
             staged_bytes=0 if stored is None else stored.counts["staged_bytes"],
@@ -374,6 +398,13 @@ class NodeTransfers:
         went = {("went", end): count for end, count in self.leaving.counts.copy().items()}
         return came | went
 
+    def _turn_moves(self) -> dict[tuple[str, str], int]:
+        if self.coming_turns is None or self.leaving_turns is None:
+            return {}
+        came = {("came", end): count for end, count in self.coming_turns.counts.copy().items()}
+        went = {("went", end): count for end, count in self.leaving_turns.counts.copy().items()}
+        return came | went
+
     def _tell_source(self, event: SourceEvent) -> None:
         if self._is_started:
             self.service.source.tell(event)
@@ -382,6 +413,12 @@ class NodeTransfers:
         """Note that somebody reads under the ticket; any thread may call."""
         if self._is_started:
             self.service.source.was_read(ticket)
+
+
+def _at_once(said: RpcAnswer) -> Future[RpcAnswer]:
+    answer: Future[RpcAnswer] = Future()
+    answer.set_result(said)
+    return answer
 
 
 class _Counted:

@@ -28,12 +28,7 @@ import msgspec
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.metrics import Snapshot
 from ownerserve.engines.hf.metrics.status import HfStatus
-from ownerserve.engines.hf.scheduling.requests import (
-    EngineRequest,
-    RequestFailed,
-    RequestFinished,
-    StreamEvent,
-)
+from ownerserve.engines.hf.scheduling.requests import LAST, EngineRequest, StreamEvent
 from ownerserve.engines.hf.scheduling.scheduler import Scheduler
 from ownerserve.engines.hf.scheduling.step import RequestRejected
 from ownerserve.kv.wire.inventory import Page
@@ -44,9 +39,11 @@ from ownerserve.kv.wire.rpc import (
     AskPrefix,
     AskSession,
     Commit,
+    DropTurn,
     EndPrefill,
     HandOver,
     ListHeld,
+    MoveTurn,
     Prefill,
     Probe,
     Reject,
@@ -57,6 +54,7 @@ from ownerserve.kv.wire.rpc import (
     RpcRequest,
     Status,
     StatusIs,
+    StopTurn,
     Suspend,
     Take,
 )
@@ -246,6 +244,8 @@ class TurnAdmission:
                 return Reject(WorkerRefusal.MALFORMED)  # nothing is lent here
             case AskSession() | HandOver() | Suspend() | Take():
                 return Reject(WorkerRefusal.MALFORMED)  # nor moved
+            case StopTurn() | MoveTurn() | DropTurn():
+                return Reject(WorkerRefusal.MALFORMED)  # nor amid a turn
 
     def standing(self) -> Standing:
         """Return what seeds are judged by: a copy that any thread may read."""
@@ -265,7 +265,7 @@ class TurnAdmission:
         One that names no open place is refused: whoever reserved it has been told that it is gone,
         and may have gone elsewhere. So is one that is longer than its place and than what is left.
         """
-        tokens = len(request.prompt) + request.stopping.max_tokens - 1
+        tokens = len(request.prompt) + request.new_tokens - 1
         if request.reservation is None:
             refusal = self.standing().judge_append(tokens) if request.is_judged else None
             if refusal is not None:
@@ -332,8 +332,7 @@ class LoopPort(Protocol):
 
 
 class RequestStream:
-    """A `RequestStream` gives the events of one request, in order. It ends after RequestFinished or
-    RequestFailed."""
+    """A `RequestStream` gives the events of one request, in order. It ends after a last one."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -351,7 +350,7 @@ class RequestStream:
         while True:
             event = await self.next()
             yield event
-            if isinstance(event, RequestFinished | RequestFailed):
+            if isinstance(event, LAST):
                 return
 
 
@@ -481,5 +480,5 @@ class AsyncEngine:
             if stream is None:
                 continue  # given up meanwhile
             stream.push(event)
-            if isinstance(event, RequestFinished | RequestFailed):
+            if isinstance(event, LAST):
                 del self._streams[request_id]

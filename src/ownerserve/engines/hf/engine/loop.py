@@ -37,6 +37,7 @@ from ownerserve.engines.hf.engine.commands import (
     Submit,
     TurnAdmission,
 )
+from ownerserve.engines.hf.engine.moving import LiveRequest, MovableTurns, Voice
 from ownerserve.engines.hf.metrics.prometheus import WorkerMetrics
 from ownerserve.engines.hf.metrics.status import (
     HfStatus,
@@ -50,6 +51,7 @@ from ownerserve.engines.hf.model.runner import NOBODY, DecodeRow, Sampler, sampl
 from ownerserve.engines.hf.model.text import Choice, Decoder
 from ownerserve.engines.hf.node.restoring import (
     STOP_WITHIN_S,
+    RestoreSummary,
     Restoring,
     SchedulerObserver,
     WithoutNode,
@@ -178,28 +180,6 @@ class RunnerPort(Protocol):
         ...
 
 
-class _Live(msgspec.Struct, eq=False):
-    """A `_Live` is a request on its way; `open` counts its choices that have not ended.
-    `first_choice` are the tokens of the first, which a session goes on from."""
-
-    request: EngineRequest
-    prompt: PromptPrefix
-    arrived_s: float
-    open: int
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    first_choice: list[int] = []
-
-
-class _Voice(msgspec.Struct, eq=False):
-    """A `_Voice` is one choice of a live request: what draws its tokens and what turns them into
-    text."""
-
-    live: _Live
-    choice: Choice
-    sampler: Sampler
-
-
 class StepLoop:
     """A `StepLoop` is the loop of the engine thread. `run` runs it, `inbox` is the way in,
     `deliver` the way out.
@@ -230,8 +210,12 @@ class StepLoop:
         self._turn_admission = TurnAdmission(cache, scheduler, self._load)
         self.ownership: Owning = Unowned()
         self._known = KnownSessions(cache.layout.block_tokens)
-        self._live: dict[str, _Live] = {}
-        self._voices: dict[TurnId, _Voice] = {}
+        self._live: dict[str, LiveRequest] = {}
+        self._voices: dict[TurnId, Voice] = {}
+        self.movable = MovableTurns(
+            identity.model, self._live, self._voices, scheduler=scheduler, leave=self._moved
+        )
+        """Turns that may go on elsewhere; asked on the engine's thread."""
         self._events: list[tuple[str, StreamEvent]] = []
         self._over: list[SessionId] = []
         """Sessions whose last turn ends with the present step."""
@@ -412,7 +396,7 @@ class StepLoop:
                     request_id=request.request_id,
                     turn_ids=turn_ids,
                     prompt=prompt,
-                    max_new_tokens=request.stopping.max_tokens,
+                    max_new_tokens=request.new_tokens,
                     session_id=request.session_id,
                     order=answer.order,
                     is_promised=answer.is_promised,
@@ -430,12 +414,13 @@ class StepLoop:
             if take_over(self._cache, name, self.ownership, prompt=prompt, now=now):
                 self._metrics.took_over()
             self.ownership.tell(TurnCame(name, request.parent, request.epoch))
-        live = _Live(request, prompt, submit.arrived_s, request.choices)
+        live = LiveRequest(request, prompt, submit.arrived_s, request.choices)
+        live.completion_tokens = request.said_tokens
         self._live[request.request_id] = live
         for i, turn_id in enumerate(turn_ids):
-            self._voices[turn_id] = _Voice(
+            self._voices[turn_id] = Voice(
                 live,
-                Choice(i, request.stopping, self._decoder),
+                Choice(i, request.stopping, self._decoder, request.said),
                 Sampler(request, i, self._runner.device),
             )
         self._intake.submitted(request.request_id)
@@ -491,6 +476,15 @@ class StepLoop:
         if self._forget(request_id):
             self._metrics.finished("aborted")
             self.latest = self._load()
+
+    def _moved(self, request_id: str, event: StreamEvent) -> None:
+        """End a request that goes on elsewhere; what it has left here can be read."""
+        self._emit(request_id, event)
+        self._scheduler.abort(request_id, time.monotonic())
+        self._restoring.ended([TurnId(f"{request_id}.0")])
+        self._forget(request_id)
+        self._metrics.finished("moved")
+        self.latest = self._load()
 
     def _load(self) -> WorkerLoad:
         now = time.monotonic()
@@ -567,15 +561,13 @@ class StepLoop:
         request, restored = live.request, admission.restored
         if admission.turn_id != _turn_ids(request)[0]:
             return  # another choice of the same prompt, which found no room to fork
-        live.cached_tokens = restored
+        live.cached_tokens = restored if request.said is None else request.said.cached_tokens
         kept, session_id = max(restored, admission.floor), request.session_id
         known = self._known.tokens_of(SessionId(session_id), live.prompt) if session_id else 0
         brought = self._restoring.began(admission)
         admitted = Admitted(
             restored,
-            ExecutionMode.REMOTE_PREFILL
-            if brought.is_ordered
-            else execution_mode(known, kept, brought.tokens),
+            _mode(request, brought, execution_mode(known, kept, brought.tokens)),
             kept - restored,
             restore=brought.restore,
             plan=brought.plan,
@@ -583,10 +575,13 @@ class StepLoop:
             brought=brought.brought,
         )
         self._emit(request.request_id, admitted)
+        if request.said is not None and request.said.whole is not None:
+            live.unsent.append(request.said.whole)
+            self._emit(request.request_id, request.said.whole)
         layout = self._cache.layout
         self._metrics.admitted(
             admitted,
-            prompt_tokens=len(request.prompt),
+            prompt_tokens=request.prompt_tokens,
             cached=dict.fromkeys(layout.range_names, kept)
             | dict.fromkeys(layout.point_names, restored),
         )
@@ -624,6 +619,8 @@ class StepLoop:
         delta: Delta = voice.choice.push(sampled)
         if delta.index == 0:
             live.first_choice.append(sampled.token)
+        if live.keeps_deltas:
+            live.unsent.append(delta)
         self._emit(request_id, delta)
         if delta.finish is None:
             return False
@@ -632,7 +629,7 @@ class StepLoop:
             self._emit(
                 request_id,
                 RequestFinished(
-                    len(live.request.prompt), live.completion_tokens, live.cached_tokens
+                    live.request.prompt_tokens, live.completion_tokens, live.cached_tokens
                 ),
             )
             self._left(live)
@@ -642,7 +639,7 @@ class StepLoop:
                 self._over.append(SessionId(live.request.session_id))
         return True
 
-    def _left(self, live: _Live) -> None:
+    def _left(self, live: LiveRequest) -> None:
         """Remember what a complete turn leaves, so that its session's next one can be told from a
         new prompt."""
         request = live.request
@@ -710,6 +707,15 @@ class StepLoop:
 def _turn_ids(request: EngineRequest) -> tuple[TurnId, ...]:
     """Return a turn id for each choice of the request; the first one runs the prompt."""
     return tuple(TurnId(f"{request.request_id}.{i}") for i in range(request.choices))
+
+
+def _mode(
+    request: EngineRequest, brought: RestoreSummary, on_the_spot: ExecutionMode
+) -> ExecutionMode:
+    """Return how the turn is served, which without a move or an order is `on_the_spot`."""
+    if request.said is not None:
+        return ExecutionMode.MIGRATE
+    return ExecutionMode.REMOTE_PREFILL if brought.is_ordered else on_the_spot
 
 
 def _kind(plan: StepPlan) -> str:

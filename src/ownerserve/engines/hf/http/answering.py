@@ -22,8 +22,11 @@ from ownerserve.engines.hf.scheduling.requests import (
     Admitted,
     Delta,
     EngineRequest,
+    Envelope,
     RequestFailed,
     RequestFinished,
+    RequestMoved,
+    ResponseOptions,
     Sampled,
     TokenLogprob,
 )
@@ -44,6 +47,7 @@ from ownerserve.kv.wire.headers import (
     AnswerLine,
     brought_text,
     encode_answer_line,
+    moved_comment,
 )
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.status import WorkerLoad, load_statement
@@ -53,21 +57,6 @@ from ownerserve.node.ownership.ownership import OwnerIs
 
 
 Json = dict[str, Any]
-
-
-class Envelope(msgspec.Struct, frozen=True):
-    """An `Envelope` is what every object of one answer repeats."""
-
-    id: str
-    created_s: int
-    model: str
-
-
-class ResponseOptions(msgspec.Struct, frozen=True):
-    """`ResponseOptions` say what the caller wants to see beside the text."""
-
-    token_ids: bool
-    stream_usage: bool
 
 
 class Format(ABC):
@@ -85,6 +74,8 @@ class Format(ABC):
         self._options = options
         # Characters of choice i so far, as its tokens are shown (completions' text_offset).
         self._shown = [0] * request.choices
+        if request.said is not None and request.said.whole is None:
+            self._shown[0] = sum(len(codec.show(token)) for token in request.said.tokens)
 
     # ---- what the two endpoints differ in
 
@@ -128,7 +119,7 @@ class Format(ABC):
             choices.append(self._choice(joined, self._whole_body(text)))
         answer = {**self._object(self.whole_object, choices), "usage": usage(finished)}
         if self._options.token_ids:
-            answer["prompt_token_ids"] = list(self.request.prompt)
+            answer["prompt_token_ids"] = list(self.request.prompt[: self.request.prompt_tokens])
         return answer
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
@@ -309,7 +300,7 @@ def turn_headers(
         **({BROUGHT_HEADER: brought_text(admitted.brought)} if admitted.brought else {}),
         **({PLAN_HEADER: admitted.plan} if admitted.plan else {}),
         **({LOST_TOKENS_HEADER: str(admitted.lost_tokens)} if admitted.lost_tokens else {}),
-        PROMPT_TOKENS_HEADER: str(len(request.prompt)),
+        PROMPT_TOKENS_HEADER: str(request.prompt_tokens),
         **(_owner_headers(owner) if owner is not None and owner.version is not None else {}),
         ANSWER_HEADER: encode_answer_line(_line_of(request, admitted, load, owner)).decode(),
     }
@@ -424,8 +415,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _lines(self) -> AsyncIterator[bytes]:
-        for chunk in self._form.opening():
-            yield _event(chunk)
+        if self._form.request.said is None:
+            for chunk in self._form.opening():
+                yield _event(chunk)
         async for event in self._stream:
             match event:
                 case Delta():
@@ -437,6 +429,8 @@ class EventStream(Response):
                     yield b"data: [DONE]\n\n"
                 case RequestFailed():  # no [DONE]: the answer is not complete
                     yield _event(failure(event).body())
+                case RequestMoved(tokens):  # nor is this one; a comment is nobody's event
+                    yield moved_comment(tokens)
 
 
 def _event(body: object) -> bytes:
@@ -455,4 +449,7 @@ async def collect(stream: RequestStream) -> tuple[list[Delta], RequestFinished]:
                 return deltas, event
             case RequestFailed():
                 raise failure(event)
+            case RequestMoved():
+                reason = WorkerRefusal.MOVED
+                raise ApiError(503, "it goes on elsewhere", code=reason.value, param=None)
     raise AssertionError("a stream ends with Finished or Failed")

@@ -11,9 +11,9 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,15 +25,14 @@ from starlette.routing import Route
 
 from ownerserve.engines.hf.build import HfWorker
 from ownerserve.engines.hf.engine.commands import EngineDead
+from ownerserve.engines.hf.engine.moving import request_of
 from ownerserve.engines.hf.http.answering import (
     ApiError,
     ChatFormat,
     ClientGone,
     CompletionFormat,
-    Envelope,
     EventStream,
     Format,
-    ResponseOptions,
     check_target,
     collect,
     error_response,
@@ -61,13 +60,16 @@ from ownerserve.engines.hf.metrics.prometheus import render
 from ownerserve.engines.hf.metrics.status import HfStatus
 from ownerserve.engines.hf.scheduling.requests import (
     Admitted,
+    AnswerForm,
     EngineRequest,
+    Envelope,
     RequestFailed,
+    ResponseOptions,
 )
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import PrefixSalt
-from ownerserve.kv.wire.headers import MODEL_HEADER, received_turn_line
+from ownerserve.kv.wire.headers import MODEL_HEADER, TurnLine, received_turn_line
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import NEWS_WAIT_MS
 from ownerserve.kv.wire.status import ROLES
@@ -79,6 +81,10 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20
 HEALTH_TIMEOUT_S = 10.0
 """Longer than any step: an engine thread that takes no command for so long is stuck."""
+REQUEST_ID = "x-request-id"
+"""How a gateway calls a request, whichever worker has it."""
+CHAT, COMPLETION = "chatcmpl", "cmpl"
+"""The endpoints, as their answers' ids begin."""
 CLIENT_GONE = 499
 """nginx's word for a client that hung up; nobody reads it but the log."""
 
@@ -176,21 +182,21 @@ class Endpoints:
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer a chat completion, whole or as a stream."""
-        body = parse_body(await _read_body(http), ChatBody)
+        data, line = await _read_body(http), received_turn_line(http.headers)
+        if line is not None and line.joins is not None:
+            return await self._answer(http, await self._going_on(http, line, line.joins))
+        body = parse_body(data, ChatBody)
         prompt = await asyncio.to_thread(chat_prompt, body, self._worker.codec)
-        request = await self._request(http, body, prompt)
-        if request.is_prefill:
-            return await answer_leg(self._worker, request, http.receive)
-        return await self._answer(http, body, ChatFormat(*self._form("chatcmpl", body, request)))
+        return await self._answer(http, await self._request(http, line, body, prompt))
 
     async def completions(self, http: HttpRequest) -> Response:
         """Answer a text completion, whole or as a stream."""
-        body = parse_body(await _read_body(http), CompletionBody)
+        data, line = await _read_body(http), received_turn_line(http.headers)
+        if line is not None and line.joins is not None:
+            return await self._answer(http, await self._going_on(http, line, line.joins))
+        body = parse_body(data, CompletionBody)
         prompt = await asyncio.to_thread(completion_prompt, body, self._worker.codec)
-        request = await self._request(http, body, prompt)
-        if request.is_prefill:
-            return await answer_leg(self._worker, request, http.receive)
-        return await self._answer(http, body, CompletionFormat(*self._form("cmpl", body, request)))
+        return await self._answer(http, await self._request(http, line, body, prompt))
 
     # ---- parts
 
@@ -205,9 +211,12 @@ class Endpoints:
             raise ApiError(503, message, code="engine_stuck", param=None) from error
 
     async def _request(
-        self, http: HttpRequest, body: ChatBody | CompletionBody, prompt: list[int]
+        self,
+        http: HttpRequest,
+        line: TurnLine | None,
+        body: ChatBody | CompletionBody,
+        prompt: list[int],
     ) -> EngineRequest:
-        line = received_turn_line(http.headers)
         if line is not None:
             check_target(line.target, self._worker.engine.latest.unit.incarnation)
         request = make_request(
@@ -218,8 +227,27 @@ class Endpoints:
             turn=told_of(http.headers, body, line),
             fresh_seed=secrets.randbits(63),
         )
-        told = (http.headers.get(name, "-")[:128] for name in ("x-request-id", "traceparent"))
-        logger.info("turn %s: request %a, trace %a", request.request_id, *told)
+        _log(http, request)
+        told_id = "" if line is None else http.headers.get(REQUEST_ID, "")
+        request = msgspec.structs.replace(request, told_id=told_id, form=self._form(body, request))
+        return await self._hashed(request, prompt)
+
+    async def _going_on(self, http: HttpRequest, line: TurnLine, tokens: int) -> EngineRequest:
+        """Return the request of a turn that was moved here amid its answer, of which the client has
+        so many tokens."""
+        check_target(line.target, self._worker.engine.latest.unit.incarnation)
+        transfers, told_id = self._worker.transfers, http.headers.get(REQUEST_ID, "")
+        turns = None if transfers is None else transfers.coming_turns
+        kept = None if turns is None else turns.claim(told_id, tokens)
+        if kept is None:
+            reason = WorkerRefusal.UNKNOWN_TURN
+            raise ApiError(409, "no such turn was moved here", code=reason.value, param=None)
+        request = request_of(kept.state, request_id=uuid.uuid4().hex, source=kept.source)
+        _log(http, request)
+        return await self._hashed(request, request.prompt)
+
+    async def _hashed(self, request: EngineRequest, prompt: Sequence[int]) -> EngineRequest:
+        """Return the request with its prompt's digests, and the prompt in one piece of memory."""
         salt = PrefixSalt(request.cache_salt)
         prefix = await asyncio.to_thread(self._worker.prefixes.of, prompt, request.session_id, salt)
         # One piece of memory: to free a million integers would take the engine's thread 20 ms.
@@ -232,22 +260,26 @@ class Endpoints:
             return None
         return self._worker.ownership.owner_of(SessionId(request.session_id))
 
-    def _form(
-        self, prefix: str, body: Body, request: EngineRequest
-    ) -> tuple[Envelope, EngineRequest, Any, ResponseOptions]:
+    def _form(self, body: Body, request: EngineRequest) -> AnswerForm:
+        endpoint = CHAT if isinstance(body, ChatBody) else COMPLETION
         envelope = Envelope(
-            f"{prefix}-{request.request_id}", int(time.time()), self._worker.facts.model
+            f"{endpoint}-{request.request_id}", int(time.time()), self._worker.facts.model
         )
         options = body.stream_options
         shown = ResponseOptions(
             token_ids=bool(body.return_token_ids),
             stream_usage=bool(body.stream and options and options.include_usage),
         )
-        return envelope, request, self._worker.codec, shown
+        return AnswerForm(endpoint, bool(body.stream), envelope, shown)
 
-    async def _answer(self, http: HttpRequest, body: Body, form: Format) -> Response:
+    async def _answer(self, http: HttpRequest, request: EngineRequest) -> Response:
         """Submit, wait for admission (headers carry what came of it), then stream or collect."""
-        engine, request = self._worker.engine, form.request
+        if request.is_prefill:
+            return await answer_leg(self._worker, request, http.receive)
+        engine, how = self._worker.engine, request.form
+        assert how is not None, "every request has one"
+        kind = ChatFormat if how.endpoint == CHAT else CompletionFormat
+        form: Format = kind(how.envelope, request, self._worker.codec, how.options)
         stream = engine.submit(request)
 
         def give_up() -> None:
@@ -260,7 +292,7 @@ class Endpoints:
                 raise failure(first)
             assert isinstance(first, Admitted)
             headers = turn_headers(request, first, engine.latest, self._owner_of(request))
-            if body.stream:
+            if how.is_streamed:
                 is_handed_on = True
                 return EventStream(stream, form, give_up=give_up, headers=headers)
             deltas, finished = await while_connected(http.receive, collect(stream))
@@ -268,6 +300,11 @@ class Endpoints:
         finally:
             if not is_handed_on:
                 give_up()
+
+
+def _log(http: HttpRequest, request: EngineRequest) -> None:
+    told = (http.headers.get(name, "-")[:128] for name in (REQUEST_ID, "traceparent"))
+    logger.info("turn %s: request %a, trace %a", request.request_id, *told)
 
 
 async def _read_body(http: HttpRequest) -> bytes:

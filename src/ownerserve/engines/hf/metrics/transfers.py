@@ -26,15 +26,7 @@ class TransferCollector(Collector):
             values = counted(counts, metric)
             yield _counter(metric.name, metric.about, labels=labels, values=values)
         yield from _ordered(counts)
-        moves = CounterMetricFamily(
-            "ownerserve_session_moves",
-            "Sessions that were to move here (came: taken) or from here (went: moved, also to the"
-            " store), by how that ended, or why the session stayed.",
-            labels=["way", "end"],
-        )
-        for (way, end), count in sorted(counts.moves.items()):
-            moves.add_metric([way, end], count)
-        yield moves
+        yield from _moves(counts)
         readers = GaugeMetricFamily(
             "ownerserve_transfer_connections", "Connections on which peers read this worker now."
         )
@@ -48,6 +40,29 @@ class TransferCollector(Collector):
         yield used
         if counts.arena is not None:
             yield from _arena(counts.arena)
+
+
+def _moves(counts: TransferCounts) -> Iterator[Metric]:
+    """Yield what came of sessions and of turns that were to move."""
+    moves = CounterMetricFamily(
+        "ownerserve_session_moves",
+        "Sessions that were to move here (came: taken) or from here (went: moved, also to the"
+        " store), by how that ended, or why the session stayed.",
+        labels=["way", "end"],
+    )
+    for (way, end), count in sorted(counts.moves.items()):
+        moves.add_metric([way, end], count)
+    yield moves
+    turns = CounterMetricFamily(
+        "ownerserve_turn_moves",
+        "Turns that were to move amid their answers, to here (came: kept, and of those: went_on,"
+        " called_off, unclaimed; unknown: a leg of none) or from here (went: moved), or why they"
+        " stayed.",
+        labels=["way", "end"],
+    )
+    for (way, end), count in sorted(counts.turn_moves.items()):
+        turns.add_metric([way, end], count)
+    yield turns
 
 
 def _arena(numbers: ArenaNumbers) -> Iterator[Metric]:

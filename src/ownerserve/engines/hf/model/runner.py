@@ -242,6 +242,15 @@ class Sampler:
         if self.sampling.temperature > 0:
             self._generator = torch.Generator(device)
             self._generator.manual_seed((self.sampling.seed + choice) % SEEDS)
+        if request.said is not None:
+            self._written.update(request.said.tokens)
+            if self._generator is not None:
+                self._generator.set_state(generator_state(request.said.generator))
+
+    def state(self) -> bytes:
+        """Return the state of the generator, for whoever goes on with the choice; empty for a
+        greedy one."""
+        return b"" if self._generator is None else self._generator.get_state().numpy().tobytes()
 
     def adjust(self, row: Tensor) -> Tensor:
         """Return the logits with bias and penalties, and with no end before `min_tokens`; the row
@@ -273,6 +282,21 @@ class Sampler:
     def note(self, token: int) -> None:
         """Note that `token` was chosen: penalties count it."""
         self._written[token] += 1
+
+
+def generator_state(data: bytes) -> Tensor:
+    """Return the state of a generator as torch has it."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def takes_state(data: bytes, device: torch.device) -> bool:
+    """Tell whether a generator here can go on from that state: those of another kind of device
+    draw otherwise."""
+    try:
+        torch.Generator(device).set_state(generator_state(data))
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def truncate(probabilities: Tensor, sampling: Sampling) -> Tensor:

@@ -11,10 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ownerserve.engines.hf.scheduling.requests import Delta, FinishReason, Sampled, Stopping
+from ownerserve.engines.hf.scheduling.requests import (
+    Delta,
+    FinishReason,
+    SaidSoFar,
+    Sampled,
+    Stopping,
+    TextState,
+)
 from ownerserve.kv.errors import InvalidInput
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
+NO_TEXT = TextState()
 
 
 class ChatCodec:
@@ -116,10 +124,10 @@ class Detokenizer:
 
     __slots__ = ("_decoder", "_given", "_window")
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, state: TextState = NO_TEXT) -> None:
         self._decoder = decoder
-        self._window: list[int] = []
-        self._given = 0
+        self._window = list(state.window)
+        self._given = state.given
 
     def push(self, token: int) -> str:
         """Take a token and return the text that it made certain."""
@@ -132,6 +140,10 @@ class Detokenizer:
             # The last token stays as context for the next one's leading space.
             return self._restart(text, [token])
         return self._give(text[: max(len(stable), len(text) - HELD_BYTES)])
+
+    def state(self, held: str) -> TextState:
+        """Return where it stands, with what is `held` back behind it."""
+        return TextState(tuple(self._window), self._given, held)
 
     def flush(self) -> str:
         """Return what was held back, broken or not."""
@@ -155,9 +167,14 @@ class StopStrings:
 
     __slots__ = ("_held", "_strings")
 
-    def __init__(self, strings: tuple[str, ...]) -> None:
+    def __init__(self, strings: tuple[str, ...], held: str = "") -> None:
         self._strings = strings
-        self._held = ""
+        self._held = held
+
+    @property
+    def held(self) -> str:
+        """`held` is what may become a stop string."""
+        return self._held
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take more text; return the text that is safe to show, and whether a stop string was met:
@@ -189,14 +206,21 @@ def _overlap(text: str, string: str) -> int:
 
 class Choice:
     """A `Choice` is the text side of one choice: it takes sampled tokens, gives deltas, and says
-    when it is over."""
+    when it is over. It goes on behind what it has `said` elsewhere."""
 
-    def __init__(self, index: int, stopping: Stopping, decoder: Decoder) -> None:
+    def __init__(
+        self, index: int, stopping: Stopping, decoder: Decoder, said: SaidSoFar | None = None
+    ) -> None:
         self.index = index
-        self.completion_tokens = 0
+        self.completion_tokens = 0 if said is None else len(said.tokens)
+        text = NO_TEXT if said is None else said.text
         self._stopping = stopping
-        self._text = Detokenizer(decoder)
-        self._stops = StopStrings(stopping.strings)
+        self._text = Detokenizer(decoder, text)
+        self._stops = StopStrings(stopping.strings, text.held)
+
+    def text_state(self) -> TextState:
+        """Return where its text stands, for whoever goes on with it."""
+        return self._text.state(self._stops.held)
 
     def push(self, sampled: Sampled) -> Delta:
         """Take one more token and return the delta that it makes; the delta with a `finish` is the

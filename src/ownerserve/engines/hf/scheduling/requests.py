@@ -58,6 +58,54 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int] = frozenset()
 
 
+class Envelope(msgspec.Struct, frozen=True):
+    """An `Envelope` is what every object of one answer repeats."""
+
+    id: str
+    created_s: int
+    model: str
+
+
+class ResponseOptions(msgspec.Struct, frozen=True):
+    """`ResponseOptions` say what the caller wants to see beside the text."""
+
+    token_ids: bool
+    stream_usage: bool
+
+
+class AnswerForm(msgspec.Struct, frozen=True):
+    """An `AnswerForm` is how a turn is answered: by the endpoint of that name, as a stream or
+    whole."""
+
+    endpoint: str
+    is_streamed: bool
+    envelope: Envelope
+    options: ResponseOptions
+
+
+class TextState(msgspec.Struct, frozen=True):
+    """A `TextState` is where the text of a choice stands amid its tokens: the `window` that is
+    decoded anew with the next one, how many of its characters were `given` out, and what is `held`
+    back as the possible beginning of a stop string."""
+
+    window: tuple[int, ...] = ()
+    given: int = 0
+    held: str = ""
+
+
+class SaidSoFar(msgspec.Struct, frozen=True):
+    """A `SaidSoFar` is what a choice has said at another worker, where it was stopped: the tokens
+    of its answer, its text, its sampler's generator (empty: it is greedy), and how many tokens of
+    the prompt were cached there. `whole`: all of it as one delta, of an answer that is not streamed
+    and that nobody has got."""
+
+    tokens: tuple[int, ...]
+    text: TextState
+    generator: bytes
+    cached_tokens: int
+    whole: Delta | None = None
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """An `EngineRequest` is one prompt and `choices` continuations of it. `is_final`: its session
     ends with it. `is_named`: a gateway named the session, which can be owned then; `parent` is the
@@ -73,6 +121,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     who is to compute it, maybe in a gateway's `leg` of that number as well: one that `is_prefill`,
     which computes the prompt and answers nothing. One that `begins` a prompt of so many tokens is
     computed for another worker: in the pieces of that prompt, without an answer.
+
+    One that came through a gateway bears the id that this `told_id` it by, and the `form` of its
+    answer: so it can go on elsewhere. One that goes on here has `said` so much: the prompt ends
+    with that.
     """
 
     request_id: str
@@ -97,6 +149,24 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     begins: int = 0
     prefix: PromptPrefix | None = None
     cache_salt: str = ""
+    told_id: str = ""
+    form: AnswerForm | None = None
+    said: SaidSoFar | None = None
+
+    @property
+    def said_tokens(self) -> int:
+        """`said_tokens` counts the tokens of the answer that the prompt ends with."""
+        return 0 if self.said is None else len(self.said.tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """`prompt_tokens` counts the tokens that the caller sent."""
+        return len(self.prompt) - self.said_tokens
+
+    @property
+    def new_tokens(self) -> int:
+        """`new_tokens` counts the tokens that may still be sampled for a choice."""
+        return self.stopping.max_tokens - self.said_tokens
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -172,5 +242,13 @@ class RequestFailed(msgspec.Struct, frozen=True):
     message: str
 
 
-StreamEvent = Admitted | Delta | RequestFinished | RequestFailed
-"""In order: Admitted, Delta ..., Finished; or Failed at any point. Nothing follows the last two."""
+class RequestMoved(msgspec.Struct, frozen=True):
+    """Event: the request goes on at another worker, behind so many tokens of its answer."""
+
+    tokens: int
+
+
+StreamEvent = Admitted | Delta | RequestFinished | RequestFailed | RequestMoved
+"""In order: Admitted, Delta ..., Finished or Moved; or Failed at any point. Nothing follows `LAST`
+ones."""
+LAST = RequestFinished | RequestFailed | RequestMoved

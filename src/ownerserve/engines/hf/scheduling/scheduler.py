@@ -6,7 +6,7 @@ and residency). It never touches a tensor, a clock, text or randomness: `now` is
 which token was sampled and whether it ended a choice are told.
 
     phase      leaves by                                        holds in the cache
-    HELD       release: its state is there                      nothing
+    HELD       release: its state is there, or it goes on       nothing
     WAITING    plan: begin + room for the first chunk           nothing
                plan: can never fit                              -> failed
     PREFILL    step_done of the chunk that ends the prompt      path lock, slots, state block
@@ -14,6 +14,7 @@ which token was sampled and whether it ended a choice are told.
                plan: no room and it is the youngest             -> WAITING (preempted)
     DECODE     step_done with an ended choice                   the same
                plan: no room and it is the youngest             -> WAITING (preempted)
+               stop: it is to go on at another worker           -> HELD
 
 A preempted sequence comes back with prompt + generated tokens as its prompt; what it sealed is
 still in the cache. Sequences are ordered by arrival everywhere: the oldest is planned first and
@@ -207,8 +208,9 @@ class Scheduler:
         self.counts = RequestCounts()
         self.promises: Promises = NoPromises()
         """Keeps room for turns that are not here yet; `TurnAdmission` sets itself here."""
+        self.limits = limits
+        """What the scheduler may let run and wait."""
         self._cache = cache
-        self._limits = limits
         self._resume_of = resume_of or (lambda _: None)
         self._checkpoints_of = checkpoints_of or (lambda start, end: ())
         self._block = block
@@ -229,11 +231,6 @@ class Scheduler:
         head = self._next_in_line()
         return head is not None and not self._starved and not self._is_withheld(head)
 
-    @property
-    def limits(self) -> SchedulerLimits:
-        """`limits` are what the scheduler may let run and wait."""
-        return self._limits
-
     def load(self) -> SchedulerLoad:
         """Return a dated copy of what is queued and running."""
         queued = (*self._waiting, *self._held.values())
@@ -252,13 +249,13 @@ class Scheduler:
         self.counts.arrived += 1
         # The last sampled token is never computed, so it needs no slot.
         longest = arrival.prompt.count + arrival.max_new_tokens - 1
-        if longest > self._limits.sequence_tokens:
+        if longest > self.limits.sequence_tokens:
             return self._reject(
                 WorkerRefusal.CONTEXT_LENGTH,
                 f"{arrival.prompt.count} prompt tokens and {arrival.max_new_tokens} new ones "
-                f"need {longest} places; a sequence here has {self._limits.sequence_tokens}",
+                f"need {longest} places; a sequence here has {self.limits.sequence_tokens}",
             )
-        is_full = max(len(self._waiting), len(self._held)) >= self._limits.max_waiting
+        is_full = max(len(self._waiting), len(self._held)) >= self.limits.max_waiting
         if is_full and not arrival.is_promised:
             return self._reject(
                 WorkerRefusal.QUEUE_FULL,
@@ -287,6 +284,25 @@ class Scheduler:
         self._waiting.remove(sequence)
         sequence.phase = SequencePhase.HELD
         self._held[turn_id] = sequence
+
+    def stop(self, turn_id: TurnId, now: float) -> bool:
+        """Hold a turn that writes its answer, as what it has computed becomes its session's, for
+        others to read; False: it writes none now. Released, it goes on from there."""
+        self._between_steps()
+        sequence = self._sequences.get(turn_id)
+        if sequence is None or not sequence.said or sequence.phase is SequencePhase.HELD:
+            return False
+        if sequence.phase is SequencePhase.WAITING:  # it was preempted
+            self._waiting.remove(sequence)
+        else:
+            self._cache.finish(turn_id, now, tip=sequence.tip())
+            self._running.remove(sequence)
+        sequence.phase, sequence.computed, sequence.reserved = SequencePhase.HELD, 0, 0
+        sequence.write_floor, sequence.is_at_risk = 0, False
+        sequence.preempted += 1  # when it comes back it is no new one
+        self._held[turn_id] = sequence
+        self._starved = False
+        return True
 
     def release(self, turn_id: TurnId) -> None:
         """Let a held turn run. A turn that was aborted meanwhile is no error."""
@@ -423,14 +439,14 @@ class Scheduler:
             sequence.computed,
             sequence.begins or sequence.length,
             block=self._block,
-            chunk=self._limits.chunk_tokens,
+            chunk=self.limits.chunk_tokens,
         )
 
     def _affords(self, plan: StepPlan, tokens: int) -> bool:
         """Return whether a chunk of `tokens` fits the step's budget. Chunks are never cut to fit:
         the grid is what makes re-use exact."""
         spent = plan.prefill_tokens
-        return spent == 0 or spent + tokens <= self._limits.prefill_tokens_a_step
+        return spent == 0 or spent + tokens <= self.limits.prefill_tokens_a_step
 
     def _make_room(self, sequence: Sequence, upto: int, *, plan: StepPlan, now: float) -> bool:
         """Reserve slots for [0, upto), preempting from the youngest; False: the sequence left the
@@ -458,11 +474,11 @@ class Scheduler:
 
         `begin` comes as late as possible, so that a prompt meets what earlier ones have sealed.
         """
-        budget = self._limits.prefill_tokens_a_step
+        budget = self.limits.prefill_tokens_a_step
         while (
             (sequence := self._next_in_line()) is not None
             and not self._starved
-            and len(self._running) < self._limits.max_running
+            and len(self._running) < self.limits.max_running
             and plan.prefill_tokens < budget
             and not self._is_withheld(sequence)
         ):
@@ -570,7 +586,7 @@ class Scheduler:
                 is_promised=parent.is_promised,
             )
             self._enqueue(child)
-            if len(self._running) >= self._limits.max_running:
+            if len(self._running) >= self.limits.max_running:
                 continue
             forked = self._cache.fork(parent.turn_id, turn_id, now)
             if isinstance(forked, NoRoom | CacheRefused):
@@ -643,7 +659,7 @@ class Scheduler:
             == sorted((*self._held, *(s.turn_id for s in (*self._waiting, *self._running)))),
             "oldest first": self._waiting == sorted(self._waiting, key=age_of)
             and self._running == sorted(self._running, key=age_of),
-            "at most max_running": len(self._running) <= self._limits.max_running,
+            "at most max_running": len(self._running) <= self.limits.max_running,
             "waiting ones hold nothing": all(
                 s.phase is phase and s.computed == s.reserved == 0
                 for phase, sequences in (
