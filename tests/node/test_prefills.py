@@ -569,7 +569,8 @@ class Leg:
 
     def begin(self, prompt: list[int] = PROMPT) -> RpcAnswer:
         asked = Prefill(pack(prompt), leg=self.number)
-        return self._p.node.transfers.begin_leg(asked, self.over.append).result(60)
+        assert self._p.node.transfers.legs is not None
+        return self._p.node.transfers.legs.begin(asked, self.over.append).result(60)
 
     def order(self, **other: object) -> PeerPrefix:
         """What D asks for by that number."""
@@ -578,7 +579,8 @@ class Leg:
 
     def end(self) -> None:
         """The gateway hangs up."""
-        self._p.node.transfers.end_leg(self.number)
+        assert self._p.node.transfers.legs is not None
+        self._p.node.transfers.legs.end(self.number)
 
 
 def test_a_leg_and_who_reads_its_prompt_are_told_of_one(

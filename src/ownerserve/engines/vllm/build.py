@@ -529,7 +529,7 @@ def worker_id(parts: ConnectorParts) -> WorkerId:
 
 
 def tiers_of(
-    settings: ConnectorSettings, transfers: NodeTransfers | None
+    settings: ConnectorSettings, transfers: NodeTransfers | RankedTransfers | None
 ) -> dict[Tier, int | None]:
     """Return the media where this engine finds state below its device, with the bytes of each:
     those of peers it does not know."""

@@ -4,8 +4,8 @@ was offered in another process of its worker.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -33,6 +33,23 @@ class BringNews(msgspec.Struct, frozen=True):
     timings: tuple[Loaded, ...] = ()
 
 
+class BringTally:
+    """A `BringTally` knows what of a process's counts was told to the process that tells them."""
+
+    def __init__(self, counts: Callable[[], BringCounts], timings: deque[Loaded]) -> None:
+        self._counts, self._timings = counts, timings
+        self._told: Counter[str] = Counter()
+
+    def take(self) -> BringNews:
+        """Return what is new since the last call."""
+        now = Counter(named(self._counts()))
+        counts, self._told = now - self._told, now
+        timings = list[Loaded]()
+        while self._timings:  # nobody else takes from it
+            timings.append(self._timings.popleft())
+        return BringNews(dict(counts), tuple(timings))
+
+
 class Bringing:
     """`Bringing` is at work from when it is made until `stop`; `unit` is what peers know it by."""
 
@@ -53,7 +70,7 @@ class Bringing:
             )
         )
         self.peers = Peers(self._service, sections, block_tokens)
-        self._told: Counter[str] = Counter()
+        self._tally = BringTally(self.counts, self.peers.timings)
         self._service.start()
 
     def counts(self) -> BringCounts:
@@ -69,12 +86,7 @@ class Bringing:
 
     def take(self) -> BringNews:
         """Return what is new since the last call, for the process that tells it."""
-        now = Counter(named(self.counts()))
-        counts, self._told = now - self._told, now
-        timings, waiting = list[Loaded](), self.peers.timings
-        while waiting:  # nobody else takes from it
-            timings.append(waiting.popleft())
-        return BringNews(dict(counts), tuple(timings))
+        return self._tally.take()
 
     def stop(self) -> None:
         """Bring nothing any more; who waits for something hears."""

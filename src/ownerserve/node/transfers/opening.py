@@ -7,7 +7,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from typing import Protocol, cast
 
@@ -32,9 +31,7 @@ from ownerserve.kv.wire.rpc import (
     EndPrefill,
     HandOver,
     MoveTurn,
-    Nonce,
     Prefill,
-    Reject,
     RpcAnswer,
     RpcRequest,
     StopTurn,
@@ -43,11 +40,12 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.transfers.counting import TransferCounts
 from ownerserve.node.transfers.engines import ARENA_BYTES, NodeEngines, check_engines
+from ownerserve.node.transfers.legs import GatewayLegs
 from ownerserve.node.transfers.lenders import Lenders, OnEngine, no_engine
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.moves import LeavingSessions, MovingEngine, MovingNode, Takes
 from ownerserve.node.transfers.peers import Peers
-from ownerserve.node.transfers.prefills import AfterRead, PrefillEngine, Prefills, PromptOver
+from ownerserve.node.transfers.prefills import AfterRead, PrefillEngine, Prefills
 from ownerserve.node.transfers.ranks import RankHolders
 from ownerserve.node.transfers.roads import READV, ROADS, NodeRoads, kinds_of
 from ownerserve.node.transfers.service import TransferService
@@ -194,6 +192,7 @@ class NodeTransfers:
         self.peers = Peers(self.service, sections, block_tokens)
         self.peers.orders.known = place.prefill_peers
         self.prefills: Prefills | None = None
+        self.legs: GatewayLegs | None = None
         """What is computed here for others; None: nothing is."""
         self.leaving: LeavingSessions | None = None
         self.takes: Takes | None = None
@@ -222,25 +221,10 @@ class NodeTransfers:
             lending, cache, names, tell=self._tell_source, layers=layers
         )
         self.prefills = prefills = Prefills(cache, turns, engine)
+        self.legs = GatewayLegs(prefills, lambda: self._on_engine)
         prefills.after_read = self._place.after_read
         lending.ended = prefills.lend_ended
         return prefills
-
-    def begin_leg(self, asked: Prefill, over: PromptOver) -> Future[RpcAnswer]:
-        """Begin to compute the prompt of a gateway's leg; `over` hears on the engine's thread how
-        much of it there is, once nothing is added."""
-        if self.prefills is None:
-            nobody: Future[RpcAnswer] = Future()
-            nobody.set_result(Reject(WorkerRefusal.MALFORMED))
-            return nobody
-        begun = self._on_engine(partial(self.prefills.begin_leg, asked, over))
-        return cast("Future[RpcAnswer]", begun)
-
-    def end_leg(self, leg: Nonce) -> None:
-        """Give up what a gateway's leg has asked for."""
-        if self.prefills is not None:
-            with suppress(RuntimeError):  # an engine that has ended computes nothing
-                self._on_engine(partial(self.prefills.end_leg, leg))
 
     def lend_stored(
         self,

@@ -76,5 +76,4 @@ def _joined(ended: Sequence[BringOver]) -> BringOver:
         read_bytes=read,
         early_bytes=sum(over.early_bytes for over in ended),
         failures=failures,
-        unproven=sum(over.unproven for over in ended),
     )

@@ -53,9 +53,9 @@ class BringPart:
         return True
 
 
-def _kind(piece: FramePiece) -> tuple[int, int, bytes]:
+def _kind(piece: FramePiece) -> tuple[int, int]:
     """Return what all pieces of an artifact have in common, as it was asked for."""
-    return piece.first_head, piece.end_head, piece.form
+    return piece.first_head, piece.end_head
 
 
 class OpenQuestion(msgspec.Struct, eq=False):

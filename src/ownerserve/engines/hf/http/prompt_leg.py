@@ -27,7 +27,7 @@ from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Accepted, Prefill, Reject
-from ownerserve.node.transfers.opening import NodeTransfers
+from ownerserve.node.transfers.legs import GatewayLegs
 
 NOT_COMPUTED = "not_computed"
 """The code of a leg that was given up before its prompt was computed."""
@@ -36,8 +36,8 @@ NOT_COMPUTED = "not_computed"
 async def answer_leg(worker: HfWorker, request: EngineRequest, receive: Receive) -> Response:
     """Compute the request's prompt for who asks under its leg's number, and answer once that is
     done; a gateway that hangs up gives it up. Raises ApiError where it is not computed."""
-    transfers = worker.transfers
-    if transfers is None:
+    legs = None if worker.transfers is None else worker.transfers.legs
+    if legs is None:
         message = "this worker lends nothing, so it computes prompts for nobody"
         raise ApiError(409, message, code=NOT_COMPUTED, param=None)
     session = request.session_id
@@ -48,7 +48,7 @@ async def answer_leg(worker: HfWorker, request: EngineRequest, receive: Receive)
         request.bring_from,
         leg=request.leg,
     )
-    accepted, tokens = await while_connected(receive, _computed(transfers, asked))
+    accepted, tokens = await while_connected(receive, _computed(legs, asked))
     if tokens < accepted.tokens:
         message = f"{tokens} of {accepted.tokens} tokens were computed before it was given up"
         raise ApiError(409, message, code=NOT_COMPUTED, param=None)
@@ -57,7 +57,7 @@ async def answer_leg(worker: HfWorker, request: EngineRequest, receive: Receive)
     )
 
 
-async def _computed(transfers: NodeTransfers, asked: Prefill) -> tuple[Accepted, int]:
+async def _computed(legs: GatewayLegs, asked: Prefill) -> tuple[Accepted, int]:
     """Return what was promised and how much of it is computed, once nothing is added. Raises
     ApiError where it is refused."""
     loop = asyncio.get_running_loop()
@@ -69,7 +69,7 @@ async def _computed(transfers: NodeTransfers, asked: Prefill) -> tuple[Accepted,
 
     is_over = False
     try:
-        answer = await asyncio.wrap_future(transfers.begin_leg(asked, told))
+        answer = await asyncio.wrap_future(legs.begin(asked, told))
         if isinstance(answer, Reject):
             raise _refused(answer.reason)
         assert isinstance(answer, Accepted)
@@ -78,7 +78,7 @@ async def _computed(transfers: NodeTransfers, asked: Prefill) -> tuple[Accepted,
         return answer, tokens
     finally:
         if not is_over:  # nobody waits: behind what was begun, if it was
-            transfers.end_leg(asked.leg)
+            legs.end(asked.leg)
 
 
 def _refused(reason: WorkerRefusal) -> ApiError:

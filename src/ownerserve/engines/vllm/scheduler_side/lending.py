@@ -26,6 +26,7 @@ from ownerserve.kv.messages import Tier
 from ownerserve.kv.wire.holders import LendingRank
 from ownerserve.kv.wire.rpc import AskPrefix, RpcAnswer, RpcRequest
 from ownerserve.node.transfers.bringing import Bringing
+from ownerserve.node.transfers.counting import BringCounts
 from ownerserve.node.transfers.lenders import Lenders, OnEngine, no_engine
 from ownerserve.node.transfers.opening import Answerer
 from ownerserve.node.transfers.stored_looks import StoredLooks
@@ -139,6 +140,10 @@ class RankedTransfers:
             return others(request)
 
         return answer
+
+    def counts(self) -> BringCounts:
+        """Return what peers were asked: what is lent and brought each rank counts."""
+        return self._bringing.counts()
 
     def stop(self) -> None:
         """Tell and ask nothing any more."""

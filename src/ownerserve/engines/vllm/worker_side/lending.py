@@ -26,6 +26,7 @@ from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, RpcAnswer, RpcRequest
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.storage.backing import NodeTiers
+from ownerserve.node.transfers.bringing import BringNews, BringTally
 from ownerserve.node.transfers.lending import FoundRecord, SessionHint
 from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
 from ownerserve.node.transfers.peers import Peers
@@ -80,6 +81,7 @@ class RankLending:
         except BaseException:
             self.transfers.stop()
             raise
+        self._tally = BringTally(self.transfers.counts, self.peers.timings)
         self.transfers.start(self._books.submit)
         self._rpc.start(self.transfers.answering(_nothing_else))
         self.stated = LendingRank(LenderAddress(unit, self._rpc.address), tuple(holders.values()))
@@ -93,6 +95,10 @@ class RankLending:
     def peers(self) -> Peers:
         """Return what other workers hold, as this rank reads it."""
         return self.transfers.peers
+
+    def take(self) -> BringNews:
+        """Return what was lent and brought since the last call."""
+        return self._tally.take()
 
     def stop(self) -> None:
         """Lend and bring nothing any more; who waits for something hears."""

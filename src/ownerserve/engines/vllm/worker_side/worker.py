@@ -38,6 +38,7 @@ from ownerserve.engines.vllm.worker_side.streams import CopyStream
 from ownerserve.kv.errors import Corrupt, OwnerServeError
 from ownerserve.kv.messages import Tier
 from ownerserve.node.storage.backing import Backing, NodeTiers
+from ownerserve.node.transfers.bringing import BringNews
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.vocabulary.settings import BRINGS_AT_ONCE
 from ownerserve.plan.cost.events import Loaded
@@ -103,6 +104,10 @@ class BringsHere(Protocol):
     @property
     def peers(self) -> Peers:
         """Return what other workers hold, as this rank reads it."""
+        ...
+
+    def take(self) -> BringNews:
+        """Return what was counted since the last call."""
         ...
 
     def stop(self) -> None:
