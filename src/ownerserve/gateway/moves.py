@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 
 from ownerserve.gateway.turns import Turns
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import PlacementAction, Tier
+from ownerserve.kv.messages import Epoch, PlacementAction, Tier
 from ownerserve.kv.wire.rpc import Reject, Said, SessionTaken, Suspend, Suspended, Take
 from ownerserve.router.gap_moves import GapMove
-from ownerserve.router.messages import Claimed, LeftToStore, TakenOver
+from ownerserve.router.knowledge import end_of
+from ownerserve.router.messages import Claimed, LeftToStore, ReleaseEnd, TakenOver
 from ownerserve.router.worker import Worker
 
 LOOK_S = 0.25
@@ -39,13 +40,27 @@ SUSPEND_S = 60.0
 """Longer than copies may take (node/retention/spills.py)."""
 
 
+_Standing = tuple[int, Epoch | None]
+"""A session's turns, and the highest epoch heard of it: what is news of where it stands."""
+
+
 class _Leaving:
-    """Which sessions one worker still has to leave with, and how many are on their way."""
+    """Which sessions one worker still has to leave with, and which are on their way. `elsewhere`:
+    those that are another's by the worker's own word, as each was known then."""
 
     def __init__(self) -> None:
         self.names: deque[SessionId] = deque()
         self.next_scan_s = 0.0
-        self.under_way = 0
+        self.under_way: set[SessionId] = set()
+        self.elsewhere: dict[SessionId, _Standing] = {}
+
+    def scanned(self, standing: dict[SessionId, _Standing], next_scan_s: float) -> None:
+        """Take in what stands at the worker now; what was found to be elsewhere is not asked for
+        again before there is news of it."""
+        self.next_scan_s = next_scan_s
+        self.elsewhere = dict(self.elsewhere.items() & standing.items())
+        left_out = self.elsewhere.keys() | self.under_way
+        self.names.extend(name for name in standing if name not in left_out)
 
 
 class Moves:
@@ -79,18 +94,19 @@ class Moves:
         for worker in drained:
             leaving = self._leaving.setdefault(worker, _Leaving())
             if not leaving.names and self._turns.now() >= leaving.next_scan_s:
-                leaving.names.extend(self._standing_at(worker))
-                leaving.next_scan_s = self._turns.now() + RESCAN_S
-            while leaving.names and leaving.under_way < AT_ONCE:
+                leaving.scanned(self._standing_at(worker), self._turns.now() + RESCAN_S)
+            while leaving.names and len(leaving.under_way) < AT_ONCE:
                 self._leave(leaving.names.popleft(), worker, leaving)
         for granted in self._turns.gap_moves.look(self._turns.now()):
             self._relieve(granted)
 
-    def _standing_at(self, worker: Worker) -> Iterator[SessionId]:
-        """Yield the sessions that the worker owns, as far as is known here, the newest first."""
-        for name, session in self._state.sessions.newest():
-            if session.owner is worker and session.owner_life == worker.life:
-                yield name
+    def _standing_at(self, worker: Worker) -> dict[SessionId, _Standing]:
+        """Return the sessions that the worker owns, as far as is known here, the newest first."""
+        return {
+            name: (session.turns, session.epoch)
+            for name, session in self._state.sessions.newest()
+            if session.owner is worker and session.owner_life == worker.life
+        }
 
     def _leave(self, name: SessionId, source: Worker, leaving: _Leaving) -> None:
         """Have the session, if it is idle, leave the drained worker for where its next turn would
@@ -104,11 +120,15 @@ class Moves:
             self.counts["no_target"] += 1
             return
 
-        def ended(said: Said | str) -> None:
-            leaving.under_way -= 1
-            self.counts[_end_of(said)] += 1
+        standing = session.turns, session.epoch
 
-        leaving.under_way += 1
+        def ended(said: Said | str) -> None:
+            leaving.under_way.discard(name)
+            self.counts[_end_of(said)] += 1
+            if isinstance(said, Reject) and end_of(said.reason) is ReleaseEnd.NOT_OWNER:
+                leaving.elsewhere[name] = standing
+
+        leaving.under_way.add(name)
         if target is None:
             self._keep(self._put_away(name, source), ended)
         else:
