@@ -795,6 +795,7 @@ _READ = "node/test_transfers.py::test_what_one_node_holds_another_reads"
 _PREFILLS = "node/test_prefills.py"
 _MOVES = "engines/hf/test_moves.py"
 _TAKEN = f"{_MOVES}::test_its_next_turn_is_an_append_where_it_went"
+_COPIED = "engines/hf/test_hot_prefixes.py::test_forks_run_where_their_prefix_was_copied_to"
 _ORDERED = f"{_PREFILLS}::test_a_prompt_is_read_as_it_is_computed"
 _PLUGIN = "engines/vllm/test_plugin.py::test_the_routes_answer_for_the_engine_core"
 CUT_BY_HAND: dict[str, str] = {
@@ -806,6 +807,8 @@ CUT_BY_HAND: dict[str, str] = {
     "node suspend": "engines/hf/test_suspended.py"
     "::test_a_drained_worker_that_nobody_relieves_puts_its_sessions_away",
     "node take": _TAKEN,
+    "node take_prefix": _COPIED,
+    "node ask_tokens": _COPIED,
     "node end_prefill": f"{_PREFILLS}::test_asked_again_under_its_nonce_it_is_one_prompt",
     "node list_held": _PLUGIN,
     "node prefill": _ORDERED,
@@ -912,6 +915,9 @@ CUT_AS_READ: dict[str, str] = {
     "said session_stands.tip": _TAKEN,
     "said session_stands.tokens": _TAKEN,
     "said session_stands.version": _TAKEN,
+    "said prefix_taken.moved_bytes": _COPIED,
+    "said prefix_taken.tokens": _COPIED,
+    "said tokens_are.tokens": _COPIED,
     "said session_taken.epoch": _TAKEN,
     "said session_taken.tokens": _TAKEN,
     "said session_taken.version": _TAKEN,

@@ -259,6 +259,17 @@ class GatewayCollector(Collector):
             step=gateway.turns.gap_moves.counts,
         )
         yield _counts(
+            "replicas",
+            "Read-only replicas of hot prefixes, by step: wanted (by a fork), granted, and how each"
+            " ended: made, why there is none, or why it was dropped (cooled, ended, crowded_out).",
+            step=gateway.turns.hot_prefixes.counts,
+        )
+        moved = CounterMetricFamily(
+            _P + "replica_bytes", "Bytes that workers moved for the replicas that were made."
+        )
+        moved.add_metric([], gateway.turns.hot_prefixes.moved_bytes)
+        yield moved
+        yield _counts(
             "node_requests",
             "Requests on workers' RPC ports, by type.",
             request=gateway.turns.lines.asked,

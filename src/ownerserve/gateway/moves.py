@@ -1,5 +1,6 @@
 """This module has idle sessions move: from workers that get no turns any more, so that who is
-drained or leaves becomes empty although no session comes back, and for load's sake.
+drained or leaves becomes empty although no session comes back, and for load's sake. It has hot
+prefixes copied, too.
 
     a worker is drained, by its operator's word or its own, and lends
       its sessions, newest first; of each that runs nothing: where would its next turn go?
@@ -9,6 +10,9 @@ drained or leaves becomes empty although no session comes back, and for load's s
         SessionTaken, Reject(reason), or nothing in TAKE_S ──> the router's books; counted
       a drained worker's that nobody else can take over, where it has a store
         Suspend ──> the worker: it puts the state away, and owns the session no more
+    forks wait for a busy worker that has their prefix
+      the copies that router.hot_prefixes grants
+        TakePrefix ──> the target: it brings the prefix, and nobody's ownership changes
 
 Off the request path. A turn that comes meanwhile goes its own way: then the session stays, or the
 turn is a guest's. Several gateways may ask for one session; one of them gets it.
@@ -21,12 +25,23 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 
 from ownerserve.gateway.turns import Turns
+from ownerserve.gateway.workers.rpc import WorkerLine
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import Epoch, PlacementAction, Tier
-from ownerserve.kv.wire.rpc import Reject, Said, SessionTaken, Suspend, Suspended, Take
+from ownerserve.kv.messages import Epoch, PlacementAction, RoutingUnit, Tier
+from ownerserve.kv.wire.rpc import (
+    PrefixTaken,
+    Reject,
+    Said,
+    SessionTaken,
+    Suspend,
+    Suspended,
+    Take,
+    TakePrefix,
+)
 from ownerserve.router.gap_moves import GapMove
+from ownerserve.router.hot_prefixes import PrefixCopy
 from ownerserve.router.knowledge import end_of
-from ownerserve.router.messages import Claimed, LeftToStore, ReleaseEnd, TakenOver
+from ownerserve.router.messages import Claimed, LeftToStore, ReleaseEnd, Reported, TakenOver
 from ownerserve.router.worker import Worker
 
 LOOK_S = 0.25
@@ -99,6 +114,8 @@ class Moves:
                 self._leave(leaving.names.popleft(), worker, leaving)
         for granted in self._turns.gap_moves.look(self._turns.now()):
             self._relieve(granted)
+        for copy in self._turns.hot_prefixes.look(self._turns.now()):
+            self._copy(copy)
 
     def _standing_at(self, worker: Worker) -> dict[SessionId, _Standing]:
         """Return the sessions that the worker owns, as far as is known here, the newest first."""
@@ -145,6 +162,32 @@ class Moves:
                 moves.stayed(granted.session, _end_of(said))
 
         self._begin(granted, ended)
+
+    def _copy(self, copy: PrefixCopy) -> None:
+        """Have a read-only replica of a prefix made."""
+        turns, hot = self._turns, self._turns.hot_prefixes
+
+        def ended(said: Said | str) -> None:
+            if isinstance(said, PrefixTaken):
+                hot.made(copy.session, said.moved_bytes)
+            else:
+                hot.missed(copy.session, _end_of(said), turns.now())
+
+        line = turns.lines.of(copy.target.id)
+        address = turns.lines.read_by(copy.target, copy.source, turns.worker_names)
+        if line is None or address is None or copy.target.unit is None:
+            ended("unreachable")
+            return
+        asked = TakePrefix(copy.session, copy.tokens, address)
+        self._keep(self._copied(asked, line, copy.target.unit), ended)
+
+    async def _copied(self, asked: TakePrefix, line: WorkerLine, target: RoutingUnit) -> Said | str:
+        """Have the target bring the prefix, and note where it lies from then on."""
+        said = await line.ask(asked, TAKE_S)
+        if isinstance(said, PrefixTaken):
+            told = Reported(target, Tier.DEVICE, None, said.tokens, asked.session_id)
+            self._turns.told(told)
+        return "no_answer" if said is None else said
 
     def _begin(self, move: GapMove, ended: Callable[[Said | str], None]) -> None:
         """Begin a move; `ended` hears once what came of it, or why it was not begun."""

@@ -35,6 +35,7 @@ from ownerserve.gateway.rollout.reloading import Reloading
 from ownerserve.gateway.rollout.shadow_log import ShadowLog
 from ownerserve.gateway.roster import Roster
 from ownerserve.gateway.turns import Turns
+from ownerserve.gateway.wishes import Wishes
 from ownerserve.kv.listening import (
     GATEWAY,
     UNIX,
@@ -207,7 +208,9 @@ class Gateway:
             bound, lambda: ClientConnection(self), clients_max=clients_max, tls=self.tls, end=end
         )
         self.door.open()
-        watches = (self._sweep(), self._tidy(), self._look_at_answers(), self.moves.run())
+        watches = [self._sweep(), self._tidy(), self._look_at_answers(), self.moves.run()]
+        if self.turns.finder is not None:
+            watches.append(Wishes(self.turns, self.turns.finder).run())
         self._tasks = [loop.create_task(watch) for watch in watches]
 
     async def drain(self) -> None:

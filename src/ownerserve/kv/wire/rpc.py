@@ -226,6 +226,25 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
     source: LenderAddress
 
 
+class TakePrefix(msgspec.Struct, frozen=True, tag="take_prefix"):
+    """TakePrefix asks a worker to bring the first `tokens` tokens of a session from `source`, to
+    hold a read-only replica of them that goes before all else. Nobody's ownership changes.
+    `PrefixTaken` answers it; called off, it is given up.
+    """
+
+    session_id: SessionId
+    tokens: int
+    source: LenderAddress
+
+
+class AskTokens(msgspec.Struct, frozen=True, tag="ask_tokens"):
+    """AskTokens asks, node to node, which the first `tokens` tokens of a session are, whoever owns
+    it; `TokensAre` answers it, nothing is held."""
+
+    session_id: SessionId
+    tokens: int
+
+
 class AskSession(msgspec.Struct, frozen=True, tag="ask_session"):
     """AskSession asks, node to node, where a session stands that is owned here; `SessionStands`
     answers it, nothing is held."""
@@ -258,6 +277,7 @@ RpcRequest = (
     | AskLine
     | AskPrefix
     | AskSession
+    | AskTokens
     | EndPrefill
     | HandOver
     | ListHeld
@@ -270,6 +290,7 @@ RpcRequest = (
     | ReleaseSession
     | Suspend
     | Take
+    | TakePrefix
 )
 
 
@@ -326,6 +347,13 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     compute_ms: float = 0.0
 
 
+class TokensAre(msgspec.Struct, frozen=True, tag="tokens_are"):
+    """TokensAre answers `AskTokens`: those that are on the device, in whole blocks, as state is
+    named by them (packed, under the tenant's salt)."""
+
+    tokens: bytes
+
+
 class SessionStands(msgspec.Struct, frozen=True, tag="session_stands", omit_defaults=True):
     """SessionStands answers `AskSession`: owners finished `version` turns of the session, which
     left `sealed_tokens` in whole blocks, whose prefix hash is `tip`. `tokens` are those from the
@@ -359,6 +387,14 @@ class SessionTaken(msgspec.Struct, frozen=True, tag="session_taken", omit_defaul
     epoch: Epoch | None = None
 
 
+class PrefixTaken(msgspec.Struct, frozen=True, tag="prefix_taken"):
+    """PrefixTaken answers `TakePrefix`: a turn could go on from the first `tokens` tokens here, for
+    which `moved_bytes` were read of the source; 0: they were here."""
+
+    tokens: int
+    moved_bytes: int
+
+
 class Suspended(msgspec.Struct, frozen=True, tag="suspended"):
     """Suspended answers `Suspend`: nobody owns the session now, and what of it was worth a copy is
     in the store."""
@@ -371,10 +407,12 @@ RpcAnswer = (
     | Moved
     | PageIs
     | PrefixIs
+    | PrefixTaken
     | SessionStands
     | StatusIs
     | SessionTaken
     | Suspended
+    | TokensAre
     | Admit
     | Reject
     | Reserved

@@ -25,6 +25,7 @@ from ownerserve.kv.wire.rpc import (
     AskLender,
     AskPrefix,
     AskSession,
+    AskTokens,
     EndPrefill,
     HandOver,
     Prefill,
@@ -32,6 +33,7 @@ from ownerserve.kv.wire.rpc import (
     RpcRequest,
     Suspend,
     Take,
+    TakePrefix,
 )
 from ownerserve.node.transfers.engines import ARENA_BYTES, NodeEngines, check_engines
 from ownerserve.node.transfers.lenders import Lenders, OnEngine, no_engine
@@ -39,6 +41,7 @@ from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.moves import LeavingSessions, MovingEngine, MovingNode, Takes
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import PrefillEngine, Prefills
+from ownerserve.node.transfers.replicas import PrefixTakes
 from ownerserve.node.transfers.roads import EVERYWHERE, READV, ROADS, NodeRoads, kinds_of
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import SourceSide
@@ -134,6 +137,8 @@ class TransferCounts(msgspec.Struct, frozen=True):
     prefills: dict[str, int]
     moves: dict[tuple[str, str], int]
     """By `came` and `went`, and how each ended."""
+    replicas: dict[str, int]
+    replica_bytes: int
     connections: int
     staged_bytes: int
     failed_stagings: int
@@ -189,6 +194,8 @@ class NodeTransfers:
         self.takes: Takes | None = None
         self.suspensions: Suspensions | None = None
         """How sessions leave, come, and are put away; None: none is."""
+        self.prefix_takes: PrefixTakes | None = None
+        """What brings replicas here; None: nothing does."""
         self.stopped: Callable[[], None] = lambda: None
         """Called once nothing is lent any more."""
         self._is_started = False
@@ -223,7 +230,8 @@ class NodeTransfers:
         self._lenders.stored = stored
 
     def move_sessions(self, cache: HeteroCache, engine: MovingEngine, node: MovingNode) -> None:
-        """Have idle sessions move to peers and from them; call it before `start`."""
+        """Have idle sessions move to peers and from them, and replicas be made; call it before
+        `start`."""
 
         def on_engine(work: Callable[[], object]) -> Future[object]:
             return self._on_engine(work)
@@ -231,6 +239,7 @@ class NodeTransfers:
         self.leaving = LeavingSessions(cache, engine, on_engine)
         self.takes = Takes(self._unit, cache, engine, node=node, on_engine=on_engine)
         self.suspensions = Suspensions(engine, node, self.leaving)
+        self.prefix_takes = PrefixTakes(self._unit, cache, node=node, on_engine=on_engine)
 
     def start(self, on_engine: OnEngine, *, rpc: str = "") -> None:
         """Begin to lend and bring; `on_engine` runs calls where the cache is owned. `rpc`: the
@@ -272,6 +281,11 @@ class NodeTransfers:
                     return self._later(partial(self.suspensions.suspend, request))
                 case Take() if self.takes is not None:
                     return self.service.run(self.takes.take(request, self.service.target))
+                case AskTokens() if self.prefix_takes is not None:
+                    here = self._on_engine(partial(self.prefix_takes.tokens_here, request))
+                    return cast("Future[RpcAnswer]", here)
+                case TakePrefix() if self.prefix_takes is not None:
+                    return self.service.run(self.prefix_takes.take(request, self.service.target))
             return others(request)
 
         return answer
@@ -303,6 +317,8 @@ class NodeTransfers:
             ordered_bytes=dict(peers.ordered_bytes),
             prefills={} if self.prefills is None else dict(self.prefills.counts),
             moves=self._moves(),
+            replicas={} if self.prefix_takes is None else dict(self.prefix_takes.counts),
+            replica_bytes=0 if self.prefix_takes is None else self.prefix_takes.moved_bytes,
             connections=self._server.connections,
             arena=None if arena is None else arena.numbers(time.monotonic()),
             staged_bytes=0 if stored is None else stored.counts["staged_bytes"],

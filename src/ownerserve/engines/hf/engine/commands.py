@@ -43,6 +43,7 @@ from ownerserve.kv.wire.rpc import (
     AskLine,
     AskPrefix,
     AskSession,
+    AskTokens,
     Commit,
     EndPrefill,
     HandOver,
@@ -59,6 +60,7 @@ from ownerserve.kv.wire.rpc import (
     StatusIs,
     Suspend,
     Take,
+    TakePrefix,
 )
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission import (
@@ -246,6 +248,8 @@ class TurnAdmission:
                 return Reject(WorkerRefusal.MALFORMED)  # nothing is lent here
             case AskSession() | HandOver() | Suspend() | Take():
                 return Reject(WorkerRefusal.MALFORMED)  # nor moved
+            case AskTokens() | TakePrefix():
+                return Reject(WorkerRefusal.MALFORMED)  # nor copied
 
     def standing(self) -> Standing:
         """Return what seeds are judged by: a copy that any thread may read."""

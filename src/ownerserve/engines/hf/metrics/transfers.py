@@ -59,6 +59,7 @@ class TransferCollector(Collector):
         for (way, end), count in sorted(counts.moves.items()):
             moves.add_metric([way, end], count)
         yield moves
+        yield from _replicas(counts)
         read = CounterMetricFamily(
             "ownerserve_peer_read_bytes",
             "Bytes that were read of peers, also those that did not count in the end.",
@@ -72,6 +73,22 @@ class TransferCollector(Collector):
         yield readers
         if counts.arena is not None:
             yield from _arena(counts.arena)
+
+
+def _replicas(counts: TransferCounts) -> Iterator[Metric]:
+    """Yield what came of read-only replicas that were to be made here."""
+    yield _counter(
+        "ownerserve_replicas",
+        "Read-only replicas of prefixes that were to be made here, by how that ended: taken, or why"
+        " there is none.",
+        labels=["end"],
+        values=counts.replicas,
+    )
+    moved = CounterMetricFamily(
+        "ownerserve_replica_bytes", "Bytes of state that came from peers as read-only replicas."
+    )
+    moved.add_metric([], counts.replica_bytes)
+    yield moved
 
 
 def _arena(numbers: ArenaNumbers) -> Iterator[Metric]:
