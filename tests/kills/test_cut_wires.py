@@ -904,6 +904,8 @@ CUT_AS_READ: dict[str, str] = {
     "said prefix_is.tokens": _READ,
     "said prefix_is.points": _READ,
     "said prefix_is.tip": _READ,
+    "said prefix_is.ends": "engines/hf/test_bringing.py"
+    "::test_a_fork_that_shares_the_beginning_alone_reads_that",
     "said prefix_is.ready_ms": "node/test_restores.py"
     "::test_a_peer_that_has_to_read_first_is_asked_where_that_is_soon_enough",
     "said moved.epoch": _TAKEN,

@@ -49,6 +49,8 @@ AT_ONCE = 4
 """Sessions that leave one worker at a time: what it lends costs the turns that still run there."""
 RESCAN_S = 2.0
 """So long after the last look at all sessions those are tried again that stayed."""
+ELSEWHERE_S = 30.0
+"""What is another's by a worker's own word may become that worker's again, and no gateway hears."""
 TAKE_S = 90.0
 """Longer than a worker tries (node/restore/coming.py)."""
 SUSPEND_S = 60.0
@@ -67,13 +69,17 @@ class _Leaving:
         self.names: deque[SessionId] = deque()
         self.next_scan_s = 0.0
         self.under_way: set[SessionId] = set()
-        self.elsewhere: dict[SessionId, _Standing] = {}
+        self.elsewhere: dict[SessionId, tuple[_Standing, float]] = {}
 
-    def scanned(self, standing: dict[SessionId, _Standing], next_scan_s: float) -> None:
+    def scanned(self, standing: dict[SessionId, _Standing], now: float) -> None:
         """Take in what stands at the worker now; what was found to be elsewhere is not asked for
-        again before there is news of it."""
-        self.next_scan_s = next_scan_s
-        self.elsewhere = dict(self.elsewhere.items() & standing.items())
+        again for a while, unless there is news of it."""
+        self.next_scan_s = now + RESCAN_S
+        self.elsewhere = {
+            name: (known, until_s)
+            for name, (known, until_s) in self.elsewhere.items()
+            if standing.get(name) == known and until_s > now
+        }
         left_out = self.elsewhere.keys() | self.under_way
         self.names.extend(name for name in standing if name not in left_out)
 
@@ -109,7 +115,7 @@ class Moves:
         for worker in drained:
             leaving = self._leaving.setdefault(worker, _Leaving())
             if not leaving.names and self._turns.now() >= leaving.next_scan_s:
-                leaving.scanned(self._standing_at(worker), self._turns.now() + RESCAN_S)
+                leaving.scanned(self._standing_at(worker), self._turns.now())
             while leaving.names and len(leaving.under_way) < AT_ONCE:
                 self._leave(leaving.names.popleft(), worker, leaving)
         for granted in self._turns.gap_moves.look(self._turns.now()):
@@ -143,7 +149,7 @@ class Moves:
             leaving.under_way.discard(name)
             self.counts[_end_of(said)] += 1
             if isinstance(said, Reject) and end_of(said.reason) is ReleaseEnd.NOT_OWNER:
-                leaving.elsewhere[name] = standing
+                leaving.elsewhere[name] = standing, turns.now() + ELSEWHERE_S
 
         leaving.under_way.add(name)
         if target is None:

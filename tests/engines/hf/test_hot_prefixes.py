@@ -24,6 +24,7 @@ from ownerserve.kv.messages import Tier  # noqa: E402
 from ownerserve.node.runtime import node_runtime  # noqa: E402
 from ownerserve.node.runtime.node_runtime import Calibration  # noqa: E402
 from ownerserve.node.transfers.opening import TransferPlace  # noqa: E402
+from ownerserve.plan.cost.model import Defaults  # noqa: E402
 from ownerserve.plan.cost.prices import Coefficients, Medium  # noqa: E402
 from ownerserve.router.hot_prefixes import HotPrefixes  # noqa: E402
 from ownerserve.router.settings import DEFAULTS, by_hand  # noqa: E402
@@ -41,13 +42,19 @@ SHARED, CACHED = 520, 512
 """What forks begin with of their parent's prompt, and the whole blocks of that."""
 FORKS, SOME = 40, 12
 """More than pay for the way: each is spared a third of a second or more, and the way takes two."""
-FAR = msgspec.structs.replace(
-    node_runtime.UNMEASURED,
-    prefill=Coefficients(0.0, 5.0, 0.0),
-    tiers={**node_runtime.UNMEASURED.tiers, Tier.PEER: Medium(2000.0, 1e6)},
-)
+
+
+def priced(*, peer_ms: float) -> Defaults:
+    return msgspec.structs.replace(
+        node_runtime.UNMEASURED,
+        prefill=Coefficients(0.0, 5.0, 0.0),
+        tiers={**node_runtime.UNMEASURED.tiers, Tier.PEER: Medium(peer_ms, 1e6)},
+    )
+
+
+FAR, NEAR = priced(peer_ms=2000.0), priced(peer_ms=10.0)
 """A queue of 100 tokens takes half a second, the prefix takes two and a half to compute and two to
-bring."""
+bring from afar."""
 
 
 def wide(length: int, seed: int) -> list[int]:
@@ -58,11 +65,11 @@ def wide(length: int, seed: int) -> list[int]:
 PROMPT = wide(600, seed=3)
 
 
-@pytest.fixture
-def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+@pytest.fixture(params=[FAR], ids=["far"])
+def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Two workers that own and lend, and computing takes long by their prices."""
     monkeypatch.setattr(Calibration, "observe", pass_over)
-    monkeypatch.setattr(Calibration.__init__, "__defaults__", (FAR,))
+    monkeypatch.setattr(Calibration.__init__, "__defaults__", (request.param,))
     options: dict[str, Any] = {"host_cache_bytes": 64 << 20, "chunk_tokens": 16}
     one = Fleet(2, gateways=0, transfer=TransferPlace(), **options)
     leased = 'ownerserve_directory_answers_total{answer="leased"}'
@@ -180,6 +187,19 @@ def test_a_gateway_that_did_not_order_it_hears_of_it_as_resident(world: World) -
     prompt, said, at = world.fork(other)
     assert (at, said["cached"], said["mode"]) == (world.there.name, CACHED, "seed")
     assert_cold(MODEL, prompt, said)
+
+
+@pytest.mark.parametrize("fleet", [NEAR], indirect=True, ids=["near"])
+def test_a_fork_that_is_better_elsewhere_at_once_brings_its_prefix_itself(world: World) -> None:
+    """It leaves the replica there that the next one finds."""
+    brought = 'ownerserve_brought_total{end="brought"}'
+    for _ in range(2):
+        world.wait_until_busy(world.gateway)
+        prompt, said, at = world.fork(world.gateway)
+        assert (at, said["cached"]) == (world.there.name, CACHED)
+        assert_cold(MODEL, prompt, said)
+        assert world.there.metric(brought) == 1
+    assert not copies(world.there) and not world.steps("wanted")
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])

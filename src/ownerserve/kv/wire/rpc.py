@@ -318,12 +318,14 @@ class PageIs(msgspec.Struct, frozen=True, tag="page_is"):
 class PrefixIs(msgspec.Struct, frozen=True, tag="prefix_is", omit_defaults=True):
     """PrefixIs answers `AskPrefix`: `tokens` from the beginning could be lent, in whole blocks,
     whose prefix hash is `tip`, and point state at each of `points` (tokens, ascending). What is not
-    on the device is read first, which takes some `ready_ms`; 0: all of it is there."""
+    on the device is read first, which takes some `ready_ms`; 0: all of it is there. `ends` are
+    shorter beginnings of it (tokens, prefix hash), for who shares only such a one."""
 
     tokens: int
     points: tuple[int, ...] = ()
     tip: bytes = b""
     ready_ms: float = 0.0
+    ends: tuple[tuple[int, bytes], ...] = ()
 
 
 class LenderSays(msgspec.Struct, frozen=True, tag="lender_says", omit_defaults=True):
