@@ -66,10 +66,13 @@ def record(number: int, port: Port | None) -> bytes:
     return msgspec.json.encode(made)
 
 
-def test_who_does_not_own_a_session_is_not_asked_for_it_again(
-    play: Play, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("believed_s", [30.0, 0.01], ids=["soon", "late"])
+def test_who_does_not_own_a_session_is_not_asked_for_it_again_so_soon(
+    play: Play, believed_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another gateway moved it, and this one hears of that with the session's next turn."""
+    """Another gateway moved it, and this one hears of that with the session's next turn; or it came
+    back, and nobody tells."""
+    monkeypatch.setattr(moves, "ELSEWHERE_S", believed_s)
     monkeypatch.setattr(moves, "RESCAN_S", 0.01)
     monkeypatch.setattr(moves, "LOOK_S", 0.01)
 
@@ -90,6 +93,11 @@ def test_who_does_not_own_a_session_is_not_asked_for_it_again(
         away = ports[1 - home]
         gateway.roster.drain(names[home])
         await until_async(lambda: gateway.moves.counts["not_owner"])
+        if believed_s < 1.0:
+            await until_async(lambda: len(away.takes) >= 3)
+            for port in ports:
+                port.close()
+            return
         looks = gateway.turns.now() + LOOKS * moves.LOOK_S
         await until_async(lambda: gateway.turns.now() > looks)
         assert len(away.takes) == 1 and gateway.moves.counts == {"not_owner": 1}

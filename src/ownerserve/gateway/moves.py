@@ -63,7 +63,8 @@ _Standing = tuple[int, Epoch | None]
 
 class _Leaving:
     """Which sessions one worker still has to leave with, and which are on their way. `elsewhere`:
-    those that are another's by the worker's own word, as each was known then."""
+    those that are another's by the worker's own word, as each was known then, and until when that
+    is believed."""
 
     def __init__(self) -> None:
         self.names: deque[SessionId] = deque()
