@@ -799,6 +799,7 @@ _WENT_ON = (
     "engines/hf/test_turns_move.py::test_a_streamed_answer_goes_on_where_its_worker_is_drained"
 )
 _CALLED_OFF = "node/test_turn_moves.py::test_what_is_kept_goes_with_the_wish_that_brought_it"
+_COPIED = "engines/hf/test_hot_prefixes.py::test_forks_run_where_their_prefix_was_copied_to"
 _ORDERED = f"{_PREFILLS}::test_a_prompt_is_read_as_it_is_computed"
 _BOTH_LEGS = (
     "engines/hf/test_prefill_both_legs.py"
@@ -817,6 +818,8 @@ CUT_BY_HAND: dict[str, str] = {
     "node stop_turn": _WENT_ON,
     "node move_turn": _WENT_ON,
     "node drop_turn": _CALLED_OFF,
+    "node take_prefix": _COPIED,
+    "node ask_tokens": _COPIED,
     "node end_prefill": f"{_PREFILLS}::test_asked_again_under_its_nonce_it_is_one_prompt",
     "node list_held": _PLUGIN,
     "node prefill": _ORDERED,
@@ -917,6 +920,8 @@ CUT_AS_READ: dict[str, str] = {
     "said prefix_is.tokens": _READ,
     "said prefix_is.points": _READ,
     "said prefix_is.tip": _READ,
+    "said prefix_is.ends": "engines/hf/test_bringing.py"
+    "::test_a_fork_that_shares_the_beginning_alone_reads_that",
     "said prefix_is.ready_ms": "node/test_restores.py"
     "::test_a_peer_that_has_to_read_first_is_asked_where_that_is_soon_enough",
     "said prefix_is.ranks": "engines/vllm/test_rank_peers.py"
@@ -930,6 +935,9 @@ CUT_AS_READ: dict[str, str] = {
     "said session_stands.tip": _TAKEN,
     "said session_stands.tokens": _TAKEN,
     "said session_stands.version": _TAKEN,
+    "said prefix_taken.moved_bytes": _COPIED,
+    "said prefix_taken.tokens": _COPIED,
+    "said tokens_are.tokens": _COPIED,
     "said session_taken.epoch": _TAKEN,
     "said session_taken.tokens": _TAKEN,
     "said session_taken.version": _TAKEN,

@@ -220,6 +220,9 @@ lack: a lender that is frozen or killed is engines/hf/test_bringing.py's, one th
 another test_prefilling.py's, one that puts a session away test_suspended.py's."""
 AMID_TURNS = {_tag(one) for one in (rpc.StopTurn, rpc.MoveTurn, rpc.DropTurn)}
 """These are said while an answer is written: test_turns_killed.py, with Take."""
+BY_REPLICAS = {"take_prefix", "ask_tokens"}
+"""Said for forks that wait, or for a wish, and this fleet's turns take each worker in turn: who
+dies amid a replica is engines/hf/test_replicas_cut_short.py's."""
 BY_VLLM = {_tag(one) for one in (rpc.Status, rpc.ListHeld, rpc.Probe, rpc.AskLine)}
 
 
@@ -274,7 +277,7 @@ CASES = ALL if os.environ.get("OWNERSERVE_ALL_KILLS") else IN_CI
 def test_every_message_is_played() -> None:
     types = {_tag(one) for one in (*get_args(ask.Request), ForgetAll)}
     types |= {_tag(one) for one in (*get_args(rpc.RpcRequest), rpc.Cancel)}
-    assert types == PLAYED.keys() | BY_VLLM | BY_PEERS | AMID_TURNS
+    assert types == PLAYED.keys() | BY_VLLM | BY_PEERS | AMID_TURNS | BY_REPLICAS
     assert set(IN_CI) <= set(ALL)
 
 

@@ -24,7 +24,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.ownership.ownership import Unowned
 from ownerserve.node.transfers.moves import MovingEngine, Takes
-from ownerserve.node.vocabulary.events import RestoreOutcome
+from ownerserve.node.vocabulary.events import CameIn, RestoreOutcome, SessionComing
 from tests.support.node.lending_nodes import AGENT, LAYOUT, B
 
 HERE, THERE = (RoutingUnit(WorkerId(name), 0, Incarnation(1)) for name in ("t", "s"))
@@ -37,8 +37,8 @@ class Target:
     ownership = Unowned()
 
     def met(self, session_id: SessionId, hashed: HashedPrefix) -> None: ...
-    def bring(self, coming: object, told: Callable[[RestoreOutcome], None]) -> None:
-        told(RestoreOutcome.RESIDENT)
+    def bring(self, coming: SessionComing, told: Callable[[CameIn], None]) -> None:
+        told(CameIn(coming.turn_id, RestoreOutcome.RESIDENT))
 
     def came(self, event: object) -> None: ...
 

@@ -96,9 +96,13 @@ def test_a_copy_of_a_text_that_was_edited_since_is_not_told(near: StoringNode, f
     near.turn(AGENT, PROMPT)
     near.copy()
     near.turn(AGENT, [*PROMPT[: 2 * B], *([5] * (3 * B + 1))])
-    told = far.transfers.peers.look(wanted(near.address))
-    assert not told, "what is on the device is another prompt's"
-    assert far.transfers.counts().looks == {"parted": 1}
+    prefix = wanted(near.address)
+    told = far.transfers.peers.look(prefix)
+    assert [prefix.records[id_] for id_ in told] == [PeerRecord("dense", 0, 2)], (
+        "what is on the device is another prompt's, but for the beginning that both have"
+    )
+    assert isinstance(far.transfers.peers.read(cells(prefix, told)), ReadHit)
+    assert near.transfers.counts().staged_bytes == 0
 
 
 def test_a_record_that_went_meanwhile_is_a_miss(near: StoringNode, far: Node) -> None:

@@ -188,8 +188,8 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
 
 class ReplicateReadonly(msgspec.Struct, frozen=True, tag="replicate_readonly"):
     """Somebody wishes that the unit that lives at that place hold a read-only copy. The wish is
-    written down until such a copy is told of or the unit's life is over; no bytes move for it
-    yet."""
+    written down until such a copy is told of or the unit's life is over; a gateway that finds it
+    has the copy made."""
 
     prefix_hash: PrefixHash
     worker: WorkerId

@@ -65,7 +65,7 @@ from ownerserve.gateway.turns import Decided
 from ownerserve.gateway.worker_admin import worker_endpoints
 from ownerserve.gateway.workers.health import HealthMonitor
 from ownerserve.kv.listening import ADMIN, open_listener
-from ownerserve.router.decision import BesideDecision
+from ownerserve.router.decision import BesideDecision, Move, Replica
 from ownerserve.router.messages import Dispatch
 from ownerserve.router.sessions import Copy
 from ownerserve.router.settings import DERIVED
@@ -237,9 +237,9 @@ def _dispatched(row: DecisionRow, outcome: Dispatch) -> DecisionRow:
     """Return the row with all that is told of a turn that was sent."""
     decision = outcome.decision
     source, prefill, wanted = decision.source, decision.prefill, decision.wanted
-    migration = None
+    moved = None
     if wanted is not None:
-        migration = WantedMigration(
+        moved = WantedMigration(
             source=wanted.source.id, target=wanted.target.id, tokens=wanted.tokens
         )
     return structs.replace(
@@ -254,7 +254,8 @@ def _dispatched(row: DecisionRow, outcome: Dispatch) -> DecisionRow:
         expected_cached_tokens=decision.cached_tokens,
         prefill_worker=None if prefill is None else prefill.id,
         source=None if source is None else _source(source),
-        wanted_migration=migration,
+        wanted_migration=moved if isinstance(wanted, Move) else None,
+        wanted_replica=moved if isinstance(wanted, Replica) else None,
         shadow=None if decision.beside is None else _shadow(decision.beside),
         priced=[
             PricedWay(

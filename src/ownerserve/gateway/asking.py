@@ -27,6 +27,8 @@ from msgspec import structs
 from ownerserve.directory.messages import (
     DirectoryRefusal,
     FindSession,
+    Found,
+    Lookup,
     Miss,
     Outcome,
     Refused,
@@ -41,7 +43,7 @@ from ownerserve.gateway.tracing.trace import TurnTrace
 from ownerserve.gateway.workers.rpc import WorkerNames
 from ownerserve.kv.errors import InvalidInput, InvariantViolated
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import Epoch, later
+from ownerserve.kv.messages import Epoch, RoutingUnit, later
 from ownerserve.kv.wire.headers import GROUP_HEADER
 from ownerserve.router.entry.terms import NO_TERMS, TenantTerms, TurnWait
 from ownerserve.router.messages import Arrive, Claimed
@@ -392,6 +394,27 @@ class SessionFinder:
         except TimeoutError:
             self.answers["too_slow"] += 1
 
+    async def wishes(self, sessions: Sequence[SessionId]) -> list[tuple[SessionId, RoutingUnit]]:
+        """Return which units are wished to hold a copy of what these sessions end in, and do not;
+        none where the directory is silent, or says nothing of them."""
+        if self._is_silent or not sessions:
+            return []
+        found = await self._execute([FindSession(one, self._seen) for one in sessions])
+        tips = {
+            one.prefix_hash: session
+            for session, one in zip(sessions, found, strict=True)
+            if isinstance(one, SessionIs) and one.prefix_hash is not None
+        }
+        if not tips:
+            return []
+        held = await self._execute([Lookup((tip,)) for tip in tips])
+        return [
+            (session, unit)
+            for session, one in zip(tips.values(), held, strict=True)
+            if isinstance(one, Found)
+            for unit in one.wanted
+        ]
+
     def close(self) -> None:
         """Stop asking, and let the directory's client go behind the frame under way."""
         if self._asking is not None:
@@ -424,7 +447,7 @@ class SessionFinder:
                     one.set_result(None)
             self._asked_s = self._loop.time()
 
-    async def _execute(self, requests: Sequence[FindSession]) -> list[Outcome]:
+    async def _execute(self, requests: Sequence[FindSession | Lookup]) -> list[Outcome]:
         """Ask one frame; a fault of the directory's is logged once and counts as silence, so that
         no turn waits for it."""
         try:

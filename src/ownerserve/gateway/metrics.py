@@ -313,6 +313,17 @@ class GatewayCollector(Collector):
             step=gateway.turns.gap_moves.counts,
         )
         yield _counts(
+            "replicas",
+            "Read-only replicas of hot prefixes, by step: wanted (by a fork), granted, and how each"
+            " ended: made, why there is none, or why it was dropped (cooled, ended, crowded_out).",
+            step=gateway.turns.hot_prefixes.counts,
+        )
+        moved = CounterMetricFamily(
+            _P + "replica_bytes", "Bytes that workers moved for the replicas that were made."
+        )
+        moved.add_metric([], gateway.turns.hot_prefixes.moved_bytes)
+        yield moved
+        yield _counts(
             "turn_moves",
             "Turns that were to leave a drained worker amid their answers, by how the order ended:"
             " sent, no_target, unreachable, torn (their client had a part of a line), no_answer, or"

@@ -1,5 +1,6 @@
 """This module has idle sessions move: from workers that get no turns any more, so that who is
-drained or leaves becomes empty although no session comes back, and for load's sake.
+drained or leaves becomes empty although no session comes back, and for load's sake. It has hot
+prefixes copied, too.
 
     a worker is drained, by its operator's word or its own, and lends
       its sessions, newest first; of each that runs nothing: where would its next turn go?
@@ -9,6 +10,9 @@ drained or leaves becomes empty although no session comes back, and for load's s
         SessionTaken, Reject(reason), or nothing in TAKE_S ──> the router's books; counted
       a drained worker's that nobody else can take over, where it has a store
         Suspend ──> the worker: it puts the state away, and owns the session no more
+    forks wait for a busy worker that has their prefix
+      the copies that router.hot_prefixes grants
+        TakePrefix ──> the target: it brings the prefix, and nobody's ownership changes
 
 Off the request path. A turn that comes meanwhile goes its own way: then the session stays, or the
 turn is a guest's. Several gateways may ask for one session; one of them gets it.
@@ -18,14 +22,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 
 from ownerserve.gateway.turns import Turns
+from ownerserve.gateway.workers.rpc import WorkerLine
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import PlacementAction, Tier
-from ownerserve.kv.wire.rpc import Reject, Said, SessionTaken, Suspend, Suspended, Take
+from ownerserve.kv.messages import Epoch, PlacementAction, RoutingUnit, Tier
+from ownerserve.kv.wire.rpc import (
+    PrefixTaken,
+    Reject,
+    Said,
+    SessionTaken,
+    Suspend,
+    Suspended,
+    Take,
+    TakePrefix,
+)
 from ownerserve.router.gap_moves import GapMove
-from ownerserve.router.messages import Claimed, LeftToStore, TakenOver
+from ownerserve.router.hot_prefixes import PrefixCopy
+from ownerserve.router.knowledge import end_of
+from ownerserve.router.messages import Claimed, LeftToStore, ReleaseEnd, Reported, TakenOver
 from ownerserve.router.worker import Worker
 
 LOOK_S = 0.25
@@ -33,19 +49,40 @@ AT_ONCE = 4
 """Sessions that leave one worker at a time: what it lends costs the turns that still run there."""
 RESCAN_S = 2.0
 """So long after the last look at all sessions those are tried again that stayed."""
+ELSEWHERE_S = 30.0
+"""What is another's by a worker's own word may become that worker's again, and no gateway hears."""
 TAKE_S = 90.0
 """Longer than a worker tries (node/restore/coming.py)."""
 SUSPEND_S = 60.0
 """Longer than copies may take (node/retention/spills.py)."""
 
 
+_Standing = tuple[int, Epoch | None]
+"""A session's turns, and the highest epoch heard of it: what is news of where it stands."""
+
+
 class _Leaving:
-    """Which sessions one worker still has to leave with, and how many are on their way."""
+    """Which sessions one worker still has to leave with, and which are on their way. `elsewhere`:
+    those that are another's by the worker's own word, as each was known then, and until when that
+    is believed."""
 
     def __init__(self) -> None:
         self.names: deque[SessionId] = deque()
         self.next_scan_s = 0.0
-        self.under_way = 0
+        self.under_way: set[SessionId] = set()
+        self.elsewhere: dict[SessionId, tuple[_Standing, float]] = {}
+
+    def scanned(self, standing: dict[SessionId, _Standing], now: float) -> None:
+        """Take in what stands at the worker now; what was found to be elsewhere is not asked for
+        again for a while, unless there is news of it."""
+        self.next_scan_s = now + RESCAN_S
+        self.elsewhere = {
+            name: (known, until_s)
+            for name, (known, until_s) in self.elsewhere.items()
+            if standing.get(name) == known and until_s > now
+        }
+        left_out = self.elsewhere.keys() | self.under_way
+        self.names.extend(name for name in standing if name not in left_out)
 
 
 class Moves:
@@ -79,18 +116,21 @@ class Moves:
         for worker in drained:
             leaving = self._leaving.setdefault(worker, _Leaving())
             if not leaving.names and self._turns.now() >= leaving.next_scan_s:
-                leaving.names.extend(self._standing_at(worker))
-                leaving.next_scan_s = self._turns.now() + RESCAN_S
-            while leaving.names and leaving.under_way < AT_ONCE:
+                leaving.scanned(self._standing_at(worker), self._turns.now())
+            while leaving.names and len(leaving.under_way) < AT_ONCE:
                 self._leave(leaving.names.popleft(), worker, leaving)
         for granted in self._turns.gap_moves.look(self._turns.now()):
             self._relieve(granted)
+        for copy in self._turns.hot_prefixes.look(self._turns.now()):
+            self._copy(copy)
 
-    def _standing_at(self, worker: Worker) -> Iterator[SessionId]:
-        """Yield the sessions that the worker owns, as far as is known here, the newest first."""
-        for name, session in self._state.sessions.newest():
-            if session.owner is worker and session.owner_life == worker.life:
-                yield name
+    def _standing_at(self, worker: Worker) -> dict[SessionId, _Standing]:
+        """Return the sessions that the worker owns, as far as is known here, the newest first."""
+        return {
+            name: (session.turns, session.epoch)
+            for name, session in self._state.sessions.newest()
+            if session.owner is worker and session.owner_life == worker.life
+        }
 
     def _leave(self, name: SessionId, source: Worker, leaving: _Leaving) -> None:
         """Have the session, if it is idle, leave the drained worker for where its next turn would
@@ -104,11 +144,15 @@ class Moves:
             self.counts["no_target"] += 1
             return
 
-        def ended(said: Said | str) -> None:
-            leaving.under_way -= 1
-            self.counts[_end_of(said)] += 1
+        standing = session.turns, session.epoch
 
-        leaving.under_way += 1
+        def ended(said: Said | str) -> None:
+            leaving.under_way.discard(name)
+            self.counts[_end_of(said)] += 1
+            if isinstance(said, Reject) and end_of(said.reason) is ReleaseEnd.NOT_OWNER:
+                leaving.elsewhere[name] = standing, turns.now() + ELSEWHERE_S
+
+        leaving.under_way.add(name)
         if target is None:
             self._keep(self._put_away(name, source), ended)
         else:
@@ -125,6 +169,32 @@ class Moves:
                 moves.stayed(granted.session, _end_of(said))
 
         self._begin(granted, ended)
+
+    def _copy(self, copy: PrefixCopy) -> None:
+        """Have a read-only replica of a prefix made."""
+        turns, hot = self._turns, self._turns.hot_prefixes
+
+        def ended(said: Said | str) -> None:
+            if isinstance(said, PrefixTaken):
+                hot.made(copy.session, said.moved_bytes)
+            else:
+                hot.missed(copy.session, _end_of(said), turns.now())
+
+        line = turns.lines.of(copy.target.id)
+        address = turns.lines.read_by(copy.target, copy.source, turns.worker_names)
+        if line is None or address is None or copy.target.unit is None:
+            ended("unreachable")
+            return
+        asked = TakePrefix(copy.session, copy.tokens, address)
+        self._keep(self._copied(asked, line, copy.target.unit), ended)
+
+    async def _copied(self, asked: TakePrefix, line: WorkerLine, target: RoutingUnit) -> Said | str:
+        """Have the target bring the prefix, and note where it lies from then on."""
+        said = await line.ask(asked, TAKE_S)
+        if isinstance(said, PrefixTaken):
+            told = Reported(target, Tier.DEVICE, None, said.tokens, asked.session_id)
+            self._turns.told(told)
+        return "no_answer" if said is None else said
 
     def _begin(self, move: GapMove, ended: Callable[[Said | str], None]) -> None:
         """Begin a move; `ended` hears once what came of it, or why it was not begun."""

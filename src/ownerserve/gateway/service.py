@@ -36,6 +36,7 @@ from ownerserve.gateway.rollout.shadow_log import ShadowLog
 from ownerserve.gateway.roster import Roster
 from ownerserve.gateway.turn_moves import TurnMoves
 from ownerserve.gateway.turns import Turns
+from ownerserve.gateway.wishes import Wishes
 from ownerserve.kv.listening import (
     GATEWAY,
     UNIX,
@@ -209,9 +210,11 @@ class Gateway:
             bound, lambda: ClientConnection(self), clients_max=clients_max, tls=self.tls, end=end
         )
         self.door.open()
-        watches = (self._sweep(), self._tidy(), self._look_at_answers())
-        moves = (self.moves.run(), self.turn_moves.run())
-        self._tasks = [loop.create_task(watch) for watch in (*watches, *moves)]
+        watches = [self._sweep(), self._tidy(), self._look_at_answers()]
+        watches += [self.moves.run(), self.turn_moves.run()]
+        if self.turns.finder is not None:
+            watches.append(Wishes(self.turns, self.turns.finder).run())
+        self._tasks = [loop.create_task(watch) for watch in watches]
 
     async def drain(self) -> None:
         """Say on /health that this is the end, and serve on for `drain_notice_s`; then take no more

@@ -82,6 +82,7 @@ from ownerserve.router.entry.terms import (
     refilled_ms,
 )
 from ownerserve.router.gap_moves import GapMoves
+from ownerserve.router.hot_prefixes import HotPrefixes
 from ownerserve.router.learning import Learning
 from ownerserve.router.messages import (
     Aborted,
@@ -359,6 +360,7 @@ class Turns:
         )
         self.rollout.steer_by(self.state.steer)
         self.gap_moves = GapMoves(self.state, lambda name: self.rollout.arm_of(name, None))
+        self.hot_prefixes = HotPrefixes(self.state)
         self.access = open_access(config.worker_key, config.worker_ca_file)
         self.share = share_of(descriptor_limit(), config.workers_expected)
         self.pools: dict[WorkerId, WorkerPool] = {}
@@ -504,6 +506,7 @@ class Turns:
             return outcome
         self.rollout.sent(outcome)
         self.gap_moves.sent(outcome, self.now())
+        self.hot_prefixes.sent(outcome, self.now())
         if lost is not None and outcome.reason is DispatchReason.RETRY_UNASKED:
             self.observer.pressed("unasked", "all_refused")
         return Route(self, outcome, asked.trace)

@@ -44,6 +44,7 @@ from ownerserve.node.vocabulary.events import (
     Located,
     NotFetched,
     NotKept,
+    PrefixCame,
     PutAway,
     RecordsFound,
     RecordsLost,
@@ -188,7 +189,8 @@ class NodeState:
             return (effect,)
         turn_id = effect.turn_id
         if self.coming.landed(turn_id):
-            return (CameIn(turn_id, self.restores.reports.pop(turn_id).outcome),)
+            report = self.restores.reports.pop(turn_id)
+            return (CameIn(turn_id, report.outcome, report.loaded_bytes),)
         if not self.prefetches.landed(turn_id):
             return (effect,)
         report = self.restores.reports.pop(turn_id)
@@ -221,6 +223,9 @@ class NodeState:
                 return self._coming(event, now)
             case SessionCame():
                 self._came(event, now)
+            case PrefixCame(replica, hashed):
+                self.chains.hashed(hashed.tokens, replica, hashed)
+                self.on_device.ended(replica)
             case SessionLeaves(leaves):
                 self.leaving.begin(leaves)
             case TurnGone(turn_id):

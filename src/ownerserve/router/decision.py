@@ -289,6 +289,16 @@ class Move(msgspec.Struct, frozen=True, gc=False):
     gain_ms: float = 0.0
 
 
+class Replica(msgspec.Struct, frozen=True, gc=False):
+    """A replica says that `target` should have a read-only copy of the prefix that `source` holds.
+    `gain_ms`: what a fork is expected to be spared by it, were it made before the fork comes."""
+
+    source: Worker
+    target: Worker
+    tokens: int
+    gain_ms: float = 0.0
+
+
 class BesideDecision(msgspec.Struct, frozen=True, gc=False):
     """A beside decision is what the policy named `policy` would have done with a turn that another
     decided, and that nobody does (rollout/shadow.py). `regret_ms`: what was done is expected to
@@ -310,9 +320,10 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     where to bring the state of `moved_tokens` from (artifact_fetch, state_migration,
     tail_recompute); with remote_prefill they come from `prefill`. `wanted`: a migration that would
     be right, but that the worker can't perform or for which the turn would wait too long; the
-    action is the next best (gap_moves.py has it made between turns). `alternatives`: the
-    options that were priced, cheapest first; empty for policies that do not price. `beside`: what a
-    shadow would have done.
+    action is the next best (gap_moves.py has it made between turns); of a fork, a replica that
+    would have made another worker the better one (hot_prefixes.py). `alternatives`: the options
+    that were priced, cheapest first; empty for policies that do not price. `beside`: what a shadow
+    would have done.
     """
 
     worker: Worker
@@ -322,7 +333,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     prefill: Worker | None = None
     source: Copy | None = None
     moved_tokens: int = 0
-    wanted: Move | None = None
+    wanted: Move | Replica | None = None
     alternatives: tuple[Option, ...] = ()
     beside: BesideDecision | None = None
 
@@ -385,7 +396,7 @@ def take(
     reason: DispatchReason,
     *,
     ranked: Sequence[Option],
-    wanted: Move | None = None,
+    wanted: Move | Replica | None = None,
 ) -> Decision:
     """Make the decision that carries out `option`, the best of `ranked`, for `reason`."""
     return Decision(
@@ -397,7 +408,7 @@ def take(
 def move_of(decision: Decision, owner: Worker) -> Move | None:
     """Return the move of the session away from its owner that the decision wants, or makes with the
     turn; None: it has none."""
-    if decision.wanted is not None:
+    if isinstance(decision.wanted, Move):
         return decision.wanted if decision.wanted.source is owner else None
     source, ways = decision.source, decision.alternatives
     if decision.action is not _MIGRATION or source is None or source.worker is not owner:

@@ -108,7 +108,7 @@ class GapMoves:
         """Take in the move that a turn was sent with, if it wants one, in place of any earlier one
         of its session."""
         move, name = dispatch.decision.wanted, dispatch.session
-        if move is not None and name is not None:
+        if isinstance(move, Move) and name is not None:
             self._add(name, move, dispatch.prefill_tokens, now)
 
     def look(self, now: float) -> list[GapMove]:

@@ -1,20 +1,31 @@
 """Idle sessions are asked about as if a turn of them came now: where it would run, and whether it
-would be better elsewhere; and so are turns that run. Nothing is counted, and nobody bound."""
+would be better elsewhere; so are turns that run, and others as if a fork of them came. Nothing is
+counted, and nobody bound."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import PlacementAction, Tier
 from ownerserve.router.asking import ask
-from ownerserve.router.decision import Decision, Move, move_of
+from ownerserve.router.decision import Decision, Move, Replica, move_of
 from ownerserve.router.fleet import Candidates, Fleet
 from ownerserve.router.messages import Arm, Arrive
 from ownerserve.router.rollout.steering import Steering
 from ownerserve.router.sessions import RoutedSession, SessionTable
 from ownerserve.router.settings import Settings
 from ownerserve.router.worker import Worker
+
+
+class ForkShape(msgspec.Struct, frozen=True, gc=False):
+    """A fork's shape is what it shares with its parent and what it adds, in tokens, and its arm."""
+
+    shared_tokens: int
+    new_tokens: int
+    arm: Arm
 
 
 class IdleDecisions:
@@ -38,7 +49,7 @@ class IdleDecisions:
         session = self._sessions.get(name)
         if session is None or session.pending or session.owner is not source:
             return None
-        candidates = self._sharing_state(source, arm).without((source,))
+        candidates = self._sharing_state(source.profile.spec_digest, arm).without((source,))
         if not candidates:
             return None
         arrive = _arrive(name, session, 1, arm)
@@ -63,7 +74,7 @@ class IdleDecisions:
         owner = None if session is None else session.live_owner
         if session is None or session.pending or owner is None or not steering.moves(arm):
             return None
-        candidates = self._sharing_state(owner, arm)
+        candidates = self._sharing_state(owner.profile.spec_digest, arm)
         if owner not in candidates:
             return None
         arrive = _arrive(name, session, new_tokens, arm)
@@ -72,9 +83,28 @@ class IdleDecisions:
             return None
         return move
 
-    def _sharing_state(self, source: Worker, arm: Arm) -> Candidates:
-        """Return the candidates that lend state, and whose state is such as `source` has."""
-        digest = source.profile.spec_digest
+    def replica(self, parent: SessionId, shape: ForkShape, now: float) -> Replica | None:
+        """Return the replica that the policy would want of the session's beginning were such a fork
+        of it to come now; None: there is none."""
+        session = self._sessions.get(parent)
+        prefix = None if session is None else session.prefix or session.stem
+        if session is None or prefix is None:
+            return None
+        candidates = self._sharing_state(prefix.spec_digest, shape.arm)
+        if not candidates:
+            return None
+        fork = RoutedSession(now)
+        fork.bytes_per_token, fork.output_tokens = session.bytes_per_token, session.output_tokens
+        fork.fork(prefix, shape.shared_tokens)
+        try:
+            arrive = _arrive(parent, fork, shape.new_tokens, shape.arm)
+            wanted = self._decide(arrive, fork, candidates, now).wanted
+        finally:
+            fork.leave()
+        return wanted if isinstance(wanted, Replica) else None
+
+    def _sharing_state(self, digest: str, arm: Arm) -> Candidates:
+        """Return the candidates that lend state, and whose state is of that digest."""
         everyone = self._deciding()[0].eligible(self._fleet.candidates(None), arm)
         unfit = [
             one

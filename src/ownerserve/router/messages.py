@@ -393,6 +393,8 @@ class Dispatch(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     dp_rank: int
     arm: Arm = Arm.MAIN
+    parent: SessionId | None = None
+    """The session that a session's first turn begins like, by the router's own name."""
 
 
 class Refuse(msgspec.Struct, frozen=True, gc=False):

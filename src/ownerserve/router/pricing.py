@@ -62,6 +62,7 @@ from ownerserve.router.decision import (
     Decision,
     DispatchReason,
     Option,
+    Replica,
     RoutingRequest,
     TurnClass,
     take,
@@ -198,7 +199,8 @@ _MIGRATION = PlacementAction.STATE_MIGRATION
 
 _APART = PlacementAction.REMOTE_PREFILL
 _RESTORE = PlacementAction.TAIL_RECOMPUTE
-_BRINGING = (_MIGRATION, PlacementAction.ARTIFACT_FETCH)
+_FETCH = PlacementAction.ARTIFACT_FETCH
+_BRINGING = (_MIGRATION, _FETCH)
 
 
 class _Offer(NamedTuple):
@@ -364,7 +366,24 @@ def start(
         until_ms = best.total_ms * ALIKE
         alike = (one for one in ranked if one.worker is passing and one.total_ms <= until_ms)
         best = next(alike, best)
-    return take(best, _why(request, ranked), ranked=ranked)
+    why = _why(request, ranked)
+    wanted = _replica(best, ranked) if why is DispatchReason.FORK else None
+    return take(best, why, ranked=ranked, wanted=wanted)
+
+
+def _replica(best: Option, ranked: Sequence[Option]) -> Replica | None:
+    """Return the replica by which a fork would have been cheaper elsewhere than at a holder of its
+    prefix, as `best` is: all that kept it there is the way of the state."""
+    holder, tokens, found = best.worker, best.cached_tokens, None
+    if _DEVICE not in holder.profile.lends:
+        return None
+    for option in ranked:
+        if option.action is not _FETCH or option.worker is holder:
+            continue
+        gain_ms = best.total_ms - (option.total_ms - option.network_ms)
+        if gain_ms > (0.0 if found is None else found.gain_ms):
+            found = Replica(holder, option.worker, tokens, gain_ms)
+    return found
 
 
 _BY_TOTAL = attrgetter("total_ms")

@@ -346,7 +346,10 @@ class RouterState:
             self.sessions.send(session, worker, receipt)
         self._live[receipt] = live
         self.account.reasons[live.reason] += 1
-        return _told(live, receipt, request)
+        parent = live.arrive.parent
+        if parent is not None:
+            parent = self.sessions.resolve(parent) if request.turns == 0 else None
+        return _told(live, receipt, request, parent=parent)
 
     def _refuse(self, refusal: Refusal) -> Refuse:
         self.account.refusals[refusal] += 1
@@ -701,11 +704,14 @@ def _turn_of(live: _Live, name: SessionId | None, usage: Usage) -> EndedTurn:
     return EndedTurn(name, usage.prompt_tokens, usage.output_tokens, live.known_tokens, batch)
 
 
-def _told(live: _Live, receipt: Receipt, request: RoutingRequest) -> Dispatch:
-    """Return the dispatch as the runtime hears of it."""
+def _told(
+    live: _Live, receipt: Receipt, request: RoutingRequest, *, parent: SessionId | None = None
+) -> Dispatch:
+    """Return the dispatch as the runtime hears of it. `parent`: of a first turn, whose prefix its
+    session stands on."""
     decision = live.decision
     return Dispatch(
         receipt, decision.worker.id, live.reason, live.attempt, _to_compute(request, decision),
         decision, request.turn, live.name, request.prompt_tokens, decision.worker.dp_rank,
-        live.arrive.arm,
+        live.arrive.arm, parent,
     )  # fmt: skip

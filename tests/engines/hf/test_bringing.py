@@ -110,3 +110,21 @@ def test_a_fork_elsewhere_reads_its_parents_prefix(workers: Any) -> None:
     assert brought(far) == 1
     assert answer["cached"] >= 800
     assert_cold("tiny-qwen3", branch, answer)
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_fork_that_shares_the_beginning_alone_reads_that(model: str, workers: Any) -> None:
+    """Many agents begin with one system prompt, and each goes its own way from there. State that is
+    kept at points alone is where the parent's turn ended, which is of no use here."""
+    near, far = workers("near", "--model", model), workers("far", "--model", model)
+    prompt = text(900, seed=3)
+    near.serve(prompt, AGENT)
+    branch = [*prompt[:600], *text(360, seed=11)]
+    fork = SessionId("c" * 32)
+    answer = far.serve(branch, fork, parent=AGENT, bring_from=lender(near))
+    assert_cold(model, branch, answer)
+    here = near.serve(branch, fork, parent=AGENT)
+    assert answer["cached"] == here["cached"], "as where its parent ran"
+    assert brought(far) == (answer["cached"] > 0)
+    if model == "tiny-qwen3":
+        assert answer["cached"] == 592

@@ -6,12 +6,9 @@ one process.
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,15 +16,12 @@ pytest.importorskip("transformers")
 
 from ownerserve.engines.hf.build import WorkerOptions  # noqa: E402
 from ownerserve.gateway.http.access import parse_worker  # noqa: E402
-from ownerserve.kv.messages import Tier  # noqa: E402
-from ownerserve.node.runtime import node_runtime  # noqa: E402
 from ownerserve.node.runtime.node_runtime import Calibration  # noqa: E402
 from ownerserve.node.transfers.opening import TransferPlace  # noqa: E402
-from ownerserve.plan.cost.model import Defaults  # noqa: E402
-from ownerserve.plan.cost.prices import Coefficients, Medium  # noqa: E402
 from ownerserve.router.gap_moves import GapMoves  # noqa: E402
 from ownerserve.router.settings import DEFAULTS, by_hand  # noqa: E402
 from tests.support.hf.assumed import pass_over  # noqa: E402
+from tests.support.hf.busy_worker import FAR, NEAR, Busy, queue_ms  # noqa: E402
 from tests.support.hf.engine_rig import assert_cold, text  # noqa: E402
 from tests.support.hf.fleet_rig import ServedGateway, ServedWorker  # noqa: E402
 from tests.support.hf.owning_fleet import Fleet, name_of  # noqa: E402
@@ -38,42 +32,6 @@ pytestmark = pytest.mark.engine
 MODEL = "tiny-qwen3"
 SEALED = 288
 """The whole blocks of a first turn's prompt and answer."""
-
-
-def priced(*, peer_ms: float) -> Defaults:
-    """A queue of 600 tokens takes 3 s, a context of 300 tokens 46 s to compute, and this long to
-    bring."""
-    return msgspec.structs.replace(
-        node_runtime.UNMEASURED,
-        prefill=Coefficients(0.0, 5.0, 1.0),
-        tiers={**node_runtime.UNMEASURED.tiers, Tier.PEER: Medium(peer_ms, 1e6)},
-    )
-
-
-FAR, NEAR = priced(peer_ms=20_000.0), priced(peer_ms=100.0)
-"""What must come from afar is too late for a turn that waits 3 s; what is near is not."""
-
-
-class Busy:
-    """A worker that has prompts to compute all the time, of which no gateway knows."""
-
-    def __init__(self, worker: ServedWorker) -> None:
-        self._worker = worker
-        self._numbers = itertools.count(1000)
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._run) for _ in range(3)]
-        for thread in self._threads:
-            thread.start()
-
-    def _run(self) -> None:
-        while not self._is_over.is_set():
-            prompt = text(300, seed=next(self._numbers))
-            self._worker.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
-
-    def end(self) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join()
 
 
 OPTIONS: dict[str, Any] = {
@@ -100,12 +58,6 @@ def fleet(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     one.gateways.append(gateway)
     yield one
     one.close()
-
-
-def queue_ms(gateway: ServedGateway, worker: ServedWorker) -> float:
-    return gateway.read(
-        lambda: sum(one.queue_ms for one in gateway.gateway.state.fleet if one.id == worker.name)
-    )
 
 
 def turn(gateway: ServedGateway, session: str, prompt: list[int]) -> tuple[dict[str, Any], str]:

@@ -154,13 +154,15 @@ class Answers:
 
 
 class Wire:
-    """Between a worker and its directory: what the worker sends is held, or goes on."""
+    """Between a worker and its directory, or another worker: what the worker sends is held, or goes
+    on."""
 
     def __init__(self, directory: str) -> None:
         host, port = directory.removeprefix("tcp://").rsplit(":", 1)
         self._directory = (host, int(port))
         self._lock = threading.Lock()
         self._holds = False
+        self._holds_at = b""
         self._held: list[tuple[socket.socket, bytes]] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -171,6 +173,11 @@ class Wire:
         with self._lock:
             self._holds = True
 
+    def hold_at(self, word: bytes) -> None:
+        """From the first message with this word on nothing that the worker sends arrives."""
+        with self._lock:
+            self._holds_at = word
+
     @property
     def held(self) -> bytes:
         """What is held."""
@@ -180,7 +187,7 @@ class Wire:
     def let_go(self) -> None:
         """All that was held arrives, and what comes after it."""
         with self._lock:
-            self._holds = False
+            self._holds, self._holds_at = False, b""
             held, self._held = self._held, []
             for sink, data in held:
                 with suppress(OSError):
@@ -196,12 +203,18 @@ class Wire:
                 near, _ = self._listener.accept()
             except OSError:
                 return
-            far = socket.create_connection(self._directory)
+            try:
+                far = socket.create_connection(self._directory)
+            except OSError:  # nobody listens there any more
+                near.close()
+                continue
             for source, sink, send in ((near, far, self._pass), (far, near, socket.socket.sendall)):
                 threading.Thread(target=self.pump, args=(source, sink, send), daemon=True).start()
 
     def _pass(self, sink: socket.socket, data: bytes) -> None:
         with self._lock:
+            if self._holds_at and self._holds_at in data:
+                self._holds = True
             if self._holds:
                 self._held.append((sink, data))
             else:

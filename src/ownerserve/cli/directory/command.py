@@ -214,9 +214,9 @@ def replicate(
     address: str, prefix: str, place: str, curve_key_file: Path | None, json_target: str | None
 ) -> None:
     """Write down that WORKER is to hold a read-only copy of PREFIX (64 hex digits, as `status
-    --session` shows them). Nothing more happens yet: bytes move only with transfer, which a later
-    version brings. The wish is shown by `status --prefix`, and goes when the worker tells of a copy
-    or its life ends.
+    --session` shows them). A gateway that knows the session has it copied from its owner, within
+    10 s, where both workers lend and there is room. The wish is shown by `status --prefix`, and
+    goes when the worker tells of a copy or its life ends.
 
     \b
     ownerserve directory replicate tcp://127.0.0.1:7700 PREFIX --to w1

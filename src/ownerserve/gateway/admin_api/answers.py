@@ -314,7 +314,7 @@ class CopySource(AdminAnswer):
 
 
 class WantedMigration(AdminAnswer, rename={"source": "from", "target": "to"}):
-    """A migration that the decision wanted beside the turn."""
+    """A migration that the decision wanted beside the turn, or a replica of its prefix."""
 
     source: str
     target: str
@@ -376,6 +376,7 @@ class DecisionRow(AdminAnswer):
     prefill_worker: str | UnsetType | None = UNSET
     source: CopySource | UnsetType | None = UNSET
     wanted_migration: WantedMigration | UnsetType | None = UNSET
+    wanted_replica: WantedMigration | UnsetType | None = UNSET
     shadow: ShadowDecision | UnsetType | None = UNSET
     priced: Sequence[PricedWay] | UnsetType = UNSET
 

@@ -261,6 +261,25 @@ class DropTurn(msgspec.Struct, frozen=True, tag="drop_turn"):
     turn: str
 
 
+class TakePrefix(msgspec.Struct, frozen=True, tag="take_prefix"):
+    """TakePrefix asks a worker to bring the first `tokens` tokens of a session from `source`, to
+    hold a read-only replica of them that goes before all else. Nobody's ownership changes.
+    `PrefixTaken` answers it; called off, it is given up.
+    """
+
+    session_id: SessionId
+    tokens: int
+    source: LenderAddress
+
+
+class AskTokens(msgspec.Struct, frozen=True, tag="ask_tokens"):
+    """AskTokens asks, node to node, which the first `tokens` tokens of a session are, whoever owns
+    it; `TokensAre` answers it, nothing is held."""
+
+    session_id: SessionId
+    tokens: int
+
+
 class AskSession(msgspec.Struct, frozen=True, tag="ask_session"):
     """AskSession asks, node to node, where a session stands that is owned here; `SessionStands`
     answers it, nothing is held."""
@@ -293,6 +312,7 @@ RpcRequest = (
     | AskLine
     | AskPrefix
     | AskSession
+    | AskTokens
     | DropTurn
     | EndPrefill
     | HandOver
@@ -308,6 +328,7 @@ RpcRequest = (
     | StopTurn
     | Suspend
     | Take
+    | TakePrefix
 )
 
 
@@ -338,13 +359,15 @@ class PrefixIs(msgspec.Struct, frozen=True, tag="prefix_is", omit_defaults=True)
     """PrefixIs answers `AskPrefix`: `tokens` from the beginning could be lent, in whole blocks,
     whose prefix hash is `tip`, and point state at each of `points` (tokens, ascending). What is not
     on the device is read first, which takes some `ready_ms`; 0: all of it is there. `ranks`: who
-    lends it, each its own part; empty: who answers does, whole."""
+    lends it, each its own part; empty: who answers does, whole. `ends` are shorter beginnings of it
+    (tokens, prefix hash), for who shares only such a one."""
 
     tokens: int
     points: tuple[int, ...] = ()
     tip: bytes = b""
     ready_ms: float = 0.0
     ranks: tuple[LendingRank, ...] = ()
+    ends: tuple[tuple[int, bytes], ...] = ()
 
 
 class LenderSays(msgspec.Struct, frozen=True, tag="lender_says", omit_defaults=True):
@@ -366,6 +389,13 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     tip: bytes
     ready_ms: float
     compute_ms: float = 0.0
+
+
+class TokensAre(msgspec.Struct, frozen=True, tag="tokens_are"):
+    """TokensAre answers `AskTokens`: those that are on the device, in whole blocks, as state is
+    named by them (packed, under the tenant's salt)."""
+
+    tokens: bytes
 
 
 class SessionStands(msgspec.Struct, frozen=True, tag="session_stands", omit_defaults=True):
@@ -412,6 +442,14 @@ class TurnSent(msgspec.Struct, frozen=True, tag="turn_sent"):
     source ends, which says how far that came."""
 
 
+class PrefixTaken(msgspec.Struct, frozen=True, tag="prefix_taken"):
+    """PrefixTaken answers `TakePrefix`: a turn could go on from the first `tokens` tokens here, for
+    which `moved_bytes` were read of the source; 0: they were here."""
+
+    tokens: int
+    moved_bytes: int
+
+
 class Suspended(msgspec.Struct, frozen=True, tag="suspended"):
     """Suspended answers `Suspend`: nobody owns the session now, and what of it was worth a copy is
     in the store."""
@@ -424,12 +462,14 @@ RpcAnswer = (
     | Moved
     | PageIs
     | PrefixIs
+    | PrefixTaken
     | SessionStands
     | StatusIs
     | SessionTaken
     | Suspended
     | TurnKept
     | TurnSent
+    | TokensAre
     | Admit
     | Reject
     | Reserved

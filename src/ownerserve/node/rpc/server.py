@@ -35,6 +35,7 @@ from ownerserve.kv.wire.rpc import (
     AskLine,
     AskPrefix,
     AskSession,
+    AskTokens,
     Cancel,
     Cancelled,
     DropTurn,
@@ -261,7 +262,7 @@ class RpcServer:
                 return ANSWER_S + min(wait_ms, NEWS_WAIT_MS) / 1e3
             case Probe() | Status() | AskLine():
                 return ANSWER_S
-            case AskPrefix() | AskSession() | AskLender() | Prefill():
+            case AskPrefix() | AskSession() | AskTokens() | AskLender() | Prefill():
                 return ANSWER_S
             case _:
                 return NEVER_S

@@ -1,4 +1,4 @@
-"""Sessions come to a node (node.restore.coming), and leave it for the store
+"""Sessions and prefixes come to a node (node.restore.coming), and sessions leave it for the store
 (node.retention.leaving), for who moves them (node.transfers): who waits for which, on the thread
 that owns the cache.
 """
@@ -11,14 +11,14 @@ from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.node.vocabulary.events import (
     CameIn,
     Event,
-    RestoreOutcome,
+    PrefixCame,
     SessionCame,
     SessionComing,
     SessionLeaves,
     TurnGone,
 )
 
-CameTold = Callable[[RestoreOutcome], None]
+CameTold = Callable[[CameIn], None]
 
 
 class Comings:
@@ -41,15 +41,15 @@ class Comings:
         if self._told.pop(turn_id, None) is not None:
             self._handle(TurnGone(turn_id))
 
-    def came(self, event: SessionCame) -> None:
-        """Take in that the session is idle here."""
+    def came(self, event: SessionCame | PrefixCame) -> None:
+        """Take in that the session is idle here, or that a replica of its beginning is."""
         self._handle(event)
 
     def ended(self, end: CameIn) -> None:
         """Tell who waits how bringing it ended; nobody, where it was given up."""
         told = self._told.pop(end.turn_id, None)
         if told is not None:
-            told(end.outcome)
+            told(end)
 
     def put_away(self, session_id: SessionId, told: Callable[[], None]) -> None:
         """Begin to put an idle session's state into the store; `told` hears once when that is

@@ -41,6 +41,8 @@ class TransferCounts(BringCounts, frozen=True, kw_only=True):
     """By `came` and `went`, and how each ended."""
     turn_moves: Mapping[tuple[str, str], int]
     """The same, of turns amid their answers."""
+    replicas: Mapping[str, int]
+    replica_bytes: int
     connections: int
     stage_used_bytes: int
     arena: ArenaNumbers | None

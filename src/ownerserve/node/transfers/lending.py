@@ -37,6 +37,9 @@ from ownerserve.transfer.vocabulary import FramePiece, Runs
 
 ONE_TOKEN = bytes(TOKEN_BYTES)
 ALL_HEADS = (0, 0)
+ENDS_TOLD = 64
+"""So many beginnings of a prefix are told, and so many more of those with point state: who shares
+less than all of it brings up to one of them."""
 
 
 class SessionHint(NamedTuple):
@@ -116,8 +119,12 @@ class Lending:
         tokens, digests = self._prefix(SessionHint(asked.session_id, asked.parent, asked.tokens))
         if not digests:
             return PrefixIs(0)
-        points = tuple(sorted(depth * self._block for depth in self._points(tokens)))
-        return PrefixIs(len(digests) * self._block, points, digests[-1])
+        depths, block = sorted(self._points(tokens)), self._block
+        points = tuple(depth * block for depth in depths)
+        step = -(-len(digests) // ENDS_TOLD)
+        told = sorted({*range(step, len(digests), step), *depths[-ENDS_TOLD:]})
+        ends = tuple((depth * block, digests[depth - 1]) for depth in told)
+        return PrefixIs(len(digests) * block, points, digests[-1], ends=ends)
 
     def begins(self, asked: AskPrefix, ends: Mapping[int, PrefixHash]) -> bool:
         """Tell whether what is resident of a session begins the text that has these digests at the

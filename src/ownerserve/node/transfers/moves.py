@@ -32,22 +32,17 @@ from typing import NamedTuple, Protocol, cast
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Install
 from ownerserve.cache.sessions import restorable_tokens
-from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix
-from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
-    MAX_FRAME_BYTES,
     NO_NONCE,
     AskSession,
     HandOver,
     Moved,
-    Nonce,
     Reject,
     RpcAnswer,
-    RpcRequest,
-    Said,
     SessionStands,
     SessionTaken,
     Take,
@@ -55,12 +50,15 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.restore.coming import ANY_TOKEN, USABLE
 from ownerserve.node.transfers.lenders import OnEngine
-from ownerserve.node.vocabulary.events import RestoreOutcome, SessionCame, SessionComing
+from ownerserve.node.transfers.state_brings import (
+    ANSWER_S,
+    TOKENS_MAX_BYTES,
+    AskedPeer,
+    BringingNode,
+    StateBrings,
+)
+from ownerserve.node.vocabulary.events import SessionCame
 
-ANSWER_S = 2.0
-"""So long S may take to say where the session stands, and to hand it over."""
-TOKENS_MAX_BYTES = MAX_FRAME_BYTES - 4096
-"""Longer than a frame may be, with what else it says."""
 ROUNDS = 2
 """What S finished meanwhile is brought once more; a session that goes on then stays."""
 SETTLES_S = 0.2
@@ -126,20 +124,9 @@ class MovingEngine(Protocol):
         ...
 
 
-class MovingNode(Protocol):
-    """A `MovingNode` brings the state of sessions that come; called on the engine's thread."""
-
-    def bring(self, coming: SessionComing, told: Callable[[RestoreOutcome], None]) -> None:
-        """Begin to bring it; `told` hears once how that ended, unless it is given up."""
-        ...
-
-    def give_up(self, turn_id: TurnId) -> None:
-        """Bring it no more; one that came is no error."""
-        ...
-
-    def came(self, event: SessionCame) -> None:
-        """Take in that the session is idle here."""
-        ...
+class MovingNode(BringingNode, Protocol):
+    """A `MovingNode` brings the state of sessions that come, and puts away that of those that
+    leave; called on the engine's thread."""
 
     def put_away(self, session_id: SessionId, told: Callable[[], None]) -> None:
         """Begin to put an idle session's state into the store; `told` hears once when that is
@@ -222,16 +209,6 @@ class LeavingSessions:
         answer.set_result(said)
 
 
-class AskedPeer(Protocol):
-    """An `AskedPeer` is asked over its RPC port (target_side.py)."""
-
-    async def ask(
-        self, peer: LenderAddress, request: RpcRequest, *, within_s: float, nonce: Nonce
-    ) -> Said | None:
-        """Return its answer; None: none in time."""
-        ...
-
-
 class _Brought(NamedTuple):
     """What T has of a session: where it stands, and the digests of what is here of it."""
 
@@ -264,8 +241,8 @@ class Takes:
         self._engine = engine
         self._node = node
         self._on_engine = on_engine
+        self._brings = StateBrings(node, on_engine, kind="take")
         self._under_way: set[SessionId] = set()
-        self._begun = 0
 
     async def take(self, asked: Take, peer: AskedPeer) -> RpcAnswer:
         """Take the session over, or say why it stays where it is."""
@@ -309,7 +286,10 @@ class Takes:
             return Reject(WorkerRefusal.NO_ANSWER)
         hashed = HashedPrefix(self._cache.layout.block_tokens)
         hashed.grow(stands.tokens)
-        if hashed.digests and await self._bring(asked, hashed) not in USABLE:
+        if not hashed.digests:
+            return _Brought(stands, hashed)
+        came = await self._brings.bring(asked.session_id, hashed, asked.source)
+        if came.outcome not in USABLE:
             here = await asyncio.wrap_future(self._on_engine(lambda: self._restorable(hashed)))
             if cast("int", here) < stands.restorable_tokens:
                 return Reject(WorkerRefusal.NOT_BROUGHT)
@@ -319,25 +299,6 @@ class Takes:
         """Return how many of these tokens a turn could go on from here; on the engine's thread."""
         points = self._cache.match(hashed.tokens + ANY_TOKEN).points
         return max((point.position for point in points if not point.lacks), default=0)
-
-    async def _bring(self, asked: Take, hashed: HashedPrefix) -> RestoreOutcome:
-        """Bring what `hashed` names, in the room that the session's next turn would take here.
-        Cancelled, it is given up."""
-        loop = asyncio.get_running_loop()
-        came: asyncio.Future[RestoreOutcome] = loop.create_future()
-        self._begun += 1
-        turn_id = TurnId(f"take-{self._begun}")
-        coming = SessionComing(turn_id, asked.session_id, hashed.copy(), asked.source)
-
-        def told(outcome: RestoreOutcome) -> None:
-            loop.call_soon_threadsafe(_settle, came, outcome)
-
-        await asyncio.wrap_future(self._on_engine(lambda: self._node.bring(coming, told)))
-        try:
-            return await came
-        except asyncio.CancelledError:
-            self._on_engine(lambda: self._node.give_up(turn_id))
-            raise
 
     async def _handed(
         self, asked: Take, brought: _Brought, peer: AskedPeer
@@ -373,8 +334,3 @@ class Takes:
                 self._engine.met(session_id, hashed)
                 self._node.came(SessionCame(session_id, hashed))
         return restorable_tokens(sessions.get(session_id), layout)
-
-
-def _settle(came: asyncio.Future[RestoreOutcome], outcome: RestoreOutcome) -> None:
-    if not came.done():
-        came.set_result(outcome)

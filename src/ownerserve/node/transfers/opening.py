@@ -27,6 +27,7 @@ from ownerserve.kv.wire.rpc import (
     AskLender,
     AskPrefix,
     AskSession,
+    AskTokens,
     DropTurn,
     EndPrefill,
     HandOver,
@@ -37,6 +38,7 @@ from ownerserve.kv.wire.rpc import (
     StopTurn,
     Suspend,
     Take,
+    TakePrefix,
 )
 from ownerserve.node.transfers.counting import TransferCounts
 from ownerserve.node.transfers.engines import ARENA_BYTES, NodeEngines, check_engines
@@ -47,6 +49,7 @@ from ownerserve.node.transfers.moves import LeavingSessions, MovingEngine, Movin
 from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.prefills import AfterRead, PrefillEngine, Prefills
 from ownerserve.node.transfers.ranks import RankHolders
+from ownerserve.node.transfers.replicas import PrefixTakes
 from ownerserve.node.transfers.roads import READV, ROADS, NodeRoads, kinds_of
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import SourceSide
@@ -201,6 +204,8 @@ class NodeTransfers:
         self.leaving_turns: LeavingTurns | None = None
         self.coming_turns: ComingTurns | None = None
         """How turns leave and come amid their answers; None: none does."""
+        self.prefix_takes: PrefixTakes | None = None
+        """What brings replicas here; None: nothing does."""
         self.stopped: Callable[[], None] = lambda: None
         """Called once nothing is lent any more."""
         self._is_started = False
@@ -254,7 +259,8 @@ class NodeTransfers:
         self.peers.own = (holders,)
 
     def move_sessions(self, cache: HeteroCache, engine: MovingEngine, node: MovingNode) -> None:
-        """Have idle sessions move to peers and from them; call it before `start`."""
+        """Have idle sessions move to peers and from them, and replicas be made; call it before
+        `start`."""
 
         def on_engine(work: Callable[[], object]) -> Future[object]:
             return self._on_engine(work)
@@ -262,6 +268,7 @@ class NodeTransfers:
         self.leaving = LeavingSessions(cache, engine, on_engine)
         self.takes = Takes(self._unit, cache, engine, node=node, on_engine=on_engine)
         self.suspensions = Suspensions(engine, node, self.leaving)
+        self.prefix_takes = PrefixTakes(self._unit, cache, node=node, on_engine=on_engine)
 
     def move_turns(
         self, engine: StoppingEngine, check: Callable[[bytes], WorkerRefusal | None]
@@ -325,6 +332,11 @@ class NodeTransfers:
                     return self.service.run(self.coming_turns.take(request, self.service.target))
                 case Take() if self.takes is not None:
                     return self.service.run(self.takes.take(request, self.service.target))
+                case AskTokens() if self.prefix_takes is not None:
+                    here = self._on_engine(partial(self.prefix_takes.tokens_here, request))
+                    return cast("Future[RpcAnswer]", here)
+                case TakePrefix() if self.prefix_takes is not None:
+                    return self.service.run(self.prefix_takes.take(request, self.service.target))
             return others(request)
 
         return answer
@@ -368,6 +380,8 @@ class NodeTransfers:
             told_bytes={} if self.prefills is None else dict(self.prefills.told_bytes),
             moves=self._moves(),
             turn_moves=self._turn_moves(),
+            replicas={} if self.prefix_takes is None else dict(self.prefix_takes.counts),
+            replica_bytes=0 if self.prefix_takes is None else self.prefix_takes.moved_bytes,
             connections=self._server.connections,
             arena=None if arena is None else arena.numbers(time.monotonic()),
             staged_bytes=0 if stored is None else stored.counts["staged_bytes"],

@@ -117,8 +117,9 @@ class Peers:
         if held is None or lender is None or not held.tokens:
             self.looks["silent" if held is None else "nothing"] += 1
             return {}
-        depth = min(held.tokens, prefix.tokens) // self._block
-        if not depth or prefix.digests[depth - 1] != held.tip:
+        tokens = self._shared(held, prefix)
+        depth = tokens // self._block
+        if not depth:
             self.looks["parted"] += 1  # another prefix, or one that went on since
             return {}
         ranks = self._fitting(prefix, held, lender)
@@ -129,7 +130,7 @@ class Peers:
         if order is not None and order.accepted is not None:
             turn_id, ready_ms = order.accepted.turn_id, order.accepted.ready_ms
         offers = {
-            id_: PeerOffer(prefix, lender, record, held.tokens, turn_id, ready_ms, ranks)
+            id_: PeerOffer(prefix, lender, record, tokens, turn_id, ready_ms, ranks)
             for id_, record in prefix.records.items()
             if self._is_held(record, depth, points, grid=prefix.grid_blocks)
         }
@@ -156,6 +157,18 @@ class Peers:
             self._said.add(why)
             log.warning("nothing is read of %s, of %d ranks: %s", *_who(lender, held), why)
         return None
+
+    def _shared(self, held: PrefixIs, prefix: PeerPrefix) -> int:
+        """Return how many tokens the prefix has in common with what the peer holds, as far as the
+        peer told: all of the shorter one, or up to one of the ends that it named."""
+        tokens = min(held.tokens, prefix.tokens) // self._block * self._block
+        ends = ((tokens, held.tip), *reversed(held.ends))
+        digests = prefix.digests
+        for end, digest in ends:
+            depth = end // self._block
+            if 0 < depth <= len(digests) and digests[depth - 1] == digest:
+                return end
+        return 0
 
     def _held(self, prefix: PeerPrefix) -> PrefixIs | None:
         """Return what the peer says; a restore looks several times, and the peer is asked once."""

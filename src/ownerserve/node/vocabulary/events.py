@@ -66,9 +66,9 @@ class TurnArrived(msgspec.Struct, frozen=True):
 
 
 class SessionComing(msgspec.Struct, frozen=True, eq=False):
-    """Event: the session is to move here from `lender`, which owns it: its state, which `hashed`
-    names, is brought for the turn `turn_id`, which nobody runs. `CameIn` answers; `TurnGone` gives
-    it up."""
+    """Event: the session is to move here from `lender`, or a replica of its beginning is to come:
+    the state that `hashed` names is brought for the turn `turn_id`, which nobody runs. `CameIn`
+    answers; `TurnGone` gives it up."""
 
     turn_id: TurnId
     session_id: SessionId
@@ -79,6 +79,14 @@ class SessionComing(msgspec.Struct, frozen=True, eq=False):
 class SessionCame(msgspec.Struct, frozen=True, eq=False):
     """Event: the session is this node's, and its cache has its record: it is idle here. `hashed`:
     all of its whole blocks."""
+
+    session_id: SessionId
+    hashed: HashedPrefix
+
+
+class PrefixCame(msgspec.Struct, frozen=True, eq=False):
+    """Event: the cache has a record of the session's first whole blocks, which `hashed` names: a
+    replica that is nobody's here."""
 
     session_id: SessionId
     hashed: HashedPrefix
@@ -239,6 +247,7 @@ Event = (
     | TurnGone
     | SessionComing
     | SessionCame
+    | PrefixCame
     | SessionLeaves
     | SessionOver
     | Copied
@@ -359,10 +368,12 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class CameIn(msgspec.Struct, frozen=True):
-    """Effect: tell who moves the session which the turn stands for how bringing its state ended."""
+    """Effect: tell who moves the session which the turn stands for how bringing its state ended,
+    with so many bytes."""
 
     turn_id: TurnId
     outcome: RestoreOutcome
+    loaded_bytes: int = 0
 
 
 class PutAway(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from ownerserve.kv.wire.rpc import Reject, SessionTaken, Take
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.ownership import OwnerIs
 from ownerserve.router.gap_moves import GapMoves
+from ownerserve.router.hot_prefixes import HotPrefixes
 from ownerserve.router.messages import (
     Aborted,
     Arm,
@@ -93,6 +94,7 @@ class Gateway:
         self.worker_names = WorkerNames()
         self.releasing = Releasing(self.lines, self.worker_names, tell=self.told)
         self.gap_moves = GapMoves(self.state, lambda _: Arm.MAIN)
+        self.hot_prefixes = HotPrefixes(self.state)
         self.moves = Moves(cast(Turns, self))
         self.drained: set[WorkerId] = set()
         self.ordered: dict[asyncio.Task[None], None] = {}

@@ -38,6 +38,7 @@ from ownerserve.kv.wire.rpc import (
     AskLine,
     AskPrefix,
     AskSession,
+    AskTokens,
     Commit,
     DropTurn,
     EndPrefill,
@@ -57,6 +58,7 @@ from ownerserve.kv.wire.rpc import (
     StopTurn,
     Suspend,
     Take,
+    TakePrefix,
 )
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.admission import (
@@ -246,6 +248,8 @@ class TurnAdmission:
                 return Reject(WorkerRefusal.MALFORMED)  # nor moved
             case StopTurn() | MoveTurn() | DropTurn():
                 return Reject(WorkerRefusal.MALFORMED)  # nor amid a turn
+            case AskTokens() | TakePrefix():
+                return Reject(WorkerRefusal.MALFORMED)  # nor copied
 
     def standing(self) -> Standing:
         """Return what seeds are judged by: a copy that any thread may read."""

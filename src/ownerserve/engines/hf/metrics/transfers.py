@@ -27,6 +27,7 @@ class TransferCollector(Collector):
             yield _counter(metric.name, metric.about, labels=labels, values=values)
         yield from _ordered(counts)
         yield from _moves(counts)
+        yield from _replicas(counts)
         readers = GaugeMetricFamily(
             "ownerserve_transfer_connections", "Connections on which peers read this worker now."
         )
@@ -63,6 +64,22 @@ def _moves(counts: TransferCounts) -> Iterator[Metric]:
     for (way, end), count in sorted(counts.turn_moves.items()):
         turns.add_metric([way, end], count)
     yield turns
+
+
+def _replicas(counts: TransferCounts) -> Iterator[Metric]:
+    """Yield what came of read-only replicas that were to be made here."""
+    yield _counter(
+        "ownerserve_replicas",
+        "Read-only replicas of prefixes that were to be made here, by how that ended: taken, or why"
+        " there is none.",
+        labels=["end"],
+        values=counts.replicas,
+    )
+    moved = CounterMetricFamily(
+        "ownerserve_replica_bytes", "Bytes of state that came from peers as read-only replicas."
+    )
+    moved.add_metric([], counts.replica_bytes)
+    yield moved
 
 
 def _arena(numbers: ArenaNumbers) -> Iterator[Metric]:

@@ -1,0 +1,121 @@
+"""A gateway orders idle sessions away from a drained worker: over sockets. Real workers:
+engines/hf/test_moves.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from ownerserve.gateway import moves
+from ownerserve.kv.ids import Incarnation, WorkerId
+from ownerserve.kv.messages import Epoch, RoutingUnit, Term
+from ownerserve.kv.wire.refusals import WorkerRefusal
+from ownerserve.kv.wire.rpc import Reject, RpcAnswer, SessionTaken, Take, decode_request, encode
+from ownerserve.kv.wire.status import (
+    LoadStatement,
+    ProfileStatement,
+    WorkerStatus,
+    unit_statement,
+)
+from tests.support.gateway.world import Play, World
+from tests.support.router.answer_lines import LIFE, said
+from tests.support.waits import until_async
+
+LOOKS = 40
+"""So often all sessions are looked at again, where once would do."""
+
+
+class Port:
+    """A worker's RPC port, which answers each Take with `says`."""
+
+    def __init__(self, says: RpcAnswer) -> None:
+        self.says = says
+        self.takes: list[Take] = []
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        while True:
+            *envelope, data = await self._socket.recv_multipart()
+            request, _ = decode_request(data)
+            answer: RpcAnswer = Reject(WorkerRefusal.UNKNOWN_RESERVATION)
+            if isinstance(request, Take):
+                self.takes.append(request)
+                answer = self.says
+            await self._socket.send_multipart([*envelope, encode(answer)])
+
+    def close(self) -> None:
+        self._reader.cancel()
+        self._socket.close()
+
+
+def record(number: int, port: Port | None) -> bytes:
+    """What worker `number`, which lends its device, states."""
+    profile = ProfileStatement(
+        models=("m",), rpc=None if port is None else port.address, lends=("device",)
+    )
+    unit = RoutingUnit(WorkerId(f"w{number}"), 0, Incarnation(LIFE + number))
+    unit_said, load = unit_statement(unit), LoadStatement(as_of_s=1.0)
+    made = WorkerStatus(unit=unit_said, load=load, profile=profile)
+    return msgspec.json.encode(made)
+
+
+@pytest.mark.parametrize("believed_s", [30.0, 0.01], ids=["soon", "late"])
+def test_who_does_not_own_a_session_is_not_asked_for_it_again_so_soon(
+    play: Play, believed_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another gateway moved it, and this one hears of that with the session's next turn; or it came
+    back, and nobody tells."""
+    monkeypatch.setattr(moves, "ELSEWHERE_S", believed_s)
+    monkeypatch.setattr(moves, "RESCAN_S", 0.01)
+    monkeypatch.setattr(moves, "LOOK_S", 0.01)
+
+    async def scenario(world: World) -> None:
+        gateway = world.gateway
+        ports = [Port(Reject(WorkerRefusal.NOT_OWNER)) for _ in world.engines]
+        for number, engine in enumerate(world.engines):
+            engine.states, engine.says = record(number, ports[number]), said(LIFE + number)
+        names = [WorkerId(f"127.0.0.1:{engine.port}") for engine in world.engines]
+        await until_async(lambda: all(gateway.turns.lines.of(name) for name in names))
+        client = await world.client()
+
+        async def turn() -> int:
+            answer = await client.post("/v1/completions", x__session__id="a")
+            return world.engines.index(world.engine_of(answer))
+
+        home = await turn()
+        away = ports[1 - home]
+        gateway.roster.drain(names[home])
+        await until_async(lambda: gateway.moves.counts["not_owner"])
+        if believed_s < 1.0:
+            await until_async(lambda: len(away.takes) >= 3)
+            for port in ports:
+                port.close()
+            return
+        looks = gateway.turns.now() + LOOKS * moves.LOOK_S
+        await until_async(lambda: gateway.turns.now() > looks)
+        assert len(away.takes) == 1 and gateway.moves.counts == {"not_owner": 1}
+
+        # A word of a later owner is one of another session's standing: it is asked for again.
+        owner, epoch = [f"w{home}", 0, LIFE + home], [[3, 77], 6]
+        world.engines[home].says = said(LIFE + home, owner=owner, epoch=epoch)
+        await gateway.roster.undrain(names[home])
+        assert await turn() == home
+        away.says = SessionTaken(2, 0, Epoch(Term(3, 77), 7))
+        gateway.roster.drain(names[home])
+        await until_async(lambda: gateway.moves.counts["taken"] == 1)
+        for port in ports:
+            port.close()
+
+    play(
+        scenario,
+        policy="sticky",
+        states=[record(0, None), record(1, None)],
+        health_interval_s=0.05,
+    )
