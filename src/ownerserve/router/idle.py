@@ -61,7 +61,8 @@ class IdleDecisions:
         session = None
         if arrive.session is not None:
             session = self._sessions.get(self._sessions.resolve(arrive.session))
-        candidates = self._sharing_state(source, arrive.arm).without((source,))
+        digest = source.profile.spec_digest
+        candidates = self._sharing_state(digest, arrive.arm).without((source,))
         if not candidates:
             return None
         return self._decide(arrive, session, candidates, now).worker
