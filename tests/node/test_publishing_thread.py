@@ -29,7 +29,7 @@ from tests.support.waits import until
 BLOCK = 16
 ONE, OTHER = bytes(32), bytes([1]) * 32
 S1 = SessionId("s1")
-LEASE_S = 4.5
+LEASE_S = 9.0
 
 
 class BootClock:
