@@ -102,6 +102,7 @@ def turn(gateway: ServedGateway, session: str, prompt: list[int]) -> tuple[dict[
         "logprobs": choice["logprobs"]["token_logprobs"],
         "cached": int(answer.headers["x-ownerserve-cached-tokens"]),
         "mode": answer.headers["x-ownerserve-mode"],
+        "reason": answer.headers["x-ownerserve-reason"],
     }
     return said, answer.headers["x-ownerserve-worker"]
 
@@ -128,7 +129,7 @@ class World:
         self.wait_until_busy(self.gateway)
 
     def wait_until_busy(self, gateway: ServedGateway) -> None:
-        until(lambda: queue_ms(gateway, self.here) > 200.0)
+        until(lambda: 200.0 < queue_ms(gateway, self.here) < 1200.0)
 
     def fork(self, gateway: ServedGateway) -> tuple[list[int], dict[str, Any], str]:
         """The first turn of a new fork: its prompt, what came, and from where."""
@@ -145,7 +146,7 @@ class World:
             self.wait_until_busy(self.gateway)
             prompt, said, at = self.fork(self.gateway)
             if at != self.here.name:
-                assert copies(self.there), "it goes elsewhere for no other reason"
+                assert copies(self.there), f"it goes elsewhere for another reason: {said}"
                 return
             assert said["cached"] == CACHED
             assert_cold(MODEL, prompt, said)
