@@ -30,6 +30,7 @@ from tests.support.gateway.world import World
 OWN = {
     "canary_share", "certificate_end_timestamp_seconds", "discovered_workers",
     "longest_lost_run_turns", "mode", "process_life", "routing_constant", "seat_stay_seconds",
+    "turn_move_longest_pause_seconds",
     "worker_busy_share", "worker_extents", "worker_queue_seconds", "worker_refill_share",
     "worker_up",
 }  # fmt: skip

@@ -133,7 +133,6 @@ def test_ranks_that_are_not_all_served_are_a_mismatch(ranks: tuple[LentRank, ...
         published(b"a", ranks=2),
         PublishedPiece(FramePiece(b"a", 0, 1, 1, 2), (b"",)),
         PublishedPiece(FramePiece(b"a", 0, 2, 0, 1, 0, 1), (b"",)),
-        PublishedPiece(FramePiece(b"a", 0, 2, 0, 1, form=b"raw"), (b"",)),
     ],
 )
 def test_pieces_that_nobody_asked_for_end_the_bring(said: PublishedPiece) -> None:

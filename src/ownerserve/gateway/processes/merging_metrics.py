@@ -25,6 +25,7 @@ LARGEST = frozenset(
         _P + "process_life",
         _P + "routing_constant",
         _P + "seat_stay_seconds",
+        _P + "turn_move_longest_pause_seconds",
         _P + "worker_busy_share",
         _P + "worker_extents",
         _P + "worker_queue_seconds",
