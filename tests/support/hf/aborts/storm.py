@@ -80,7 +80,7 @@ class Storm:
         self.draw = random.Random(seed)
         self.came = Came()
         self.workers = {
-            name: ToyProcess(WorkerSetting(name, seed, roads, patience_s))
+            name: ToyProcess(WorkerSetting(name, seed, roads, patience_s, piece_bytes=1))
             for name, roads, patience_s in WORKERS
         }
         heads = [self._text(self.draw.randint(0, 5) * B) for _ in range(3)]

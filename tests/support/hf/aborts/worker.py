@@ -86,6 +86,8 @@ class WorkerSetting(msgspec.Struct, frozen=True):
     patience_s: float | None = None
     token_ms: float = 100.0
     """What computing a token is said to take: nothing is measured."""
+    piece_bytes: int = turn_lends.PIECE_BYTES
+    """Of a layer that is worth a piece."""
 
 
 class RunTurn(msgspec.Struct, tag=True, frozen=True):
@@ -194,7 +196,7 @@ class ToyWorker:
     def __init__(self, setting: WorkerSetting, pipe: Connection) -> None:
         if setting.patience_s is not None:
             restores.ORDER_S = 0.0
-        turn_lends.PIECE_BYTES = 1  # each layer is worth a piece
+        turn_lends.PIECE_BYTES = setting.piece_bytes
         self.retired = RetiredMemory()
         self.retired.watch()
         assume_prices(msgspec.structs.replace(DEAR, prefill=Coefficients(5.0, setting.token_ms, 0)))
