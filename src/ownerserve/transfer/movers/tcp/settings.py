@@ -10,6 +10,7 @@ any of its interfaces, and the shortest route to an address may be another's.
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from struct import Struct
 
@@ -78,7 +79,7 @@ def check_peer(peer: Peer) -> None:
 def keep_to(sock: socket.socket, interface: str) -> None:
     """Have all of the socket's traffic go by that interface ("": any). Raises OSError."""
     if interface:
-        name = interface.encode() + b"\0"
+        name = os.fsencode(interface) + b"\0"
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name)
 
 
