@@ -100,7 +100,7 @@ def test_an_operator_sees_patterns_latencies_and_truncated_answers(play: Play) -
         [worst] = told["worst"]
         assert (worst["later_turns"], worst["kept"], worst["longest_lost_run"]) == (4, 0, 4)
         assert worst["modes"] == {"reseed": 4}
-        assert worst["first_byte_mean_s"] > 0
+        assert worst["first_byte_mean_s"] >= 0.0  # of a clock of milliseconds
         assert told["finishes"] == {"length": 10}
         registry = CollectorRegistry()
         registry.register(GatewayCollector(world.gateway))
