@@ -32,7 +32,6 @@ from ownerserve.kv.wire.rpc import (
     new_nonce,
 )
 from ownerserve.node.rpc.server import RpcClient
-from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 from ownerserve.node.transfers import turn_lends
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.opening import TransferPlace
@@ -44,6 +43,7 @@ from ownerserve.node.transfers.prefills import (
     PrefillTimes,
 )
 from ownerserve.node.vocabulary.chains import prefix_of
+from ownerserve.node.vocabulary.engine_port import LayerProgress, LayersTold
 from ownerserve.node.vocabulary.events import PeerPrefix, PeerRecord, PrefillOrder
 from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, ReadOutcome, ReadPart, Want
 from ownerserve.transfer.control.events import LendNotOpened, LendOpened, OpenLend

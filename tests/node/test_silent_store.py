@@ -22,13 +22,13 @@ from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.regions import Region
 from ownerserve.node.retention import spills
 from ownerserve.node.runtime import node_runtime
-from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage import backing, journal
 from ownerserve.node.storage.backing import Backing
 from ownerserve.node.storage.journal import Journal
 from ownerserve.node.storage.media import open_remote
+from ownerserve.node.vocabulary.engine_port import LayerProgress, LayersTold
 from ownerserve.node.vocabulary.events import RestoreOutcome, TurnArrived, TurnEnded
 from ownerserve.node.vocabulary.records import RecordNames, Tip
 from ownerserve.node.vocabulary.settings import NodeSettings

@@ -20,7 +20,7 @@ from ownerserve.engines.hf.scheduling.requests import (  # noqa: E402
 )
 from ownerserve.kv.ids import TurnId  # noqa: E402
 from ownerserve.kv.messages import ExecutionMode  # noqa: E402
-from ownerserve.node.runtime.engine_port import LayerProgress  # noqa: E402
+from ownerserve.node.vocabulary.engine_port import LayerProgress  # noqa: E402
 from tests.support.hf.engine_rig import (  # noqa: E402
     TOLERANCE,
     Answer,

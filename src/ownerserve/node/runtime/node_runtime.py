@@ -28,7 +28,6 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import Tier
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.runtime.engine_port import EnginePort
 from ownerserve.node.state import NodeState
 from ownerserve.node.storage.backing import (
     MEDIUM_OF,
@@ -38,6 +37,7 @@ from ownerserve.node.storage.backing import (
     PeerTier,
 )
 from ownerserve.node.storage.journal import Journal
+from ownerserve.node.vocabulary.engine_port import EnginePort
 from ownerserve.node.vocabulary.events import (
     CallOffPrefill,
     CameIn,

@@ -27,7 +27,6 @@ import numpy as np
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import Packed
-from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 from ownerserve.node.transfers.lending import (
     FoundRecord,
     Lending,
@@ -36,6 +35,7 @@ from ownerserve.node.transfers.lending import (
     piece_bytes,
     serves,
 )
+from ownerserve.node.vocabulary.engine_port import LayerProgress, LayersTold
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.transfer.control.events import (
     LendNotOpened,
@@ -54,7 +54,7 @@ NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class LayersWatched(Protocol):
-    """`LayersWatched` say how far a forward is, layer by layer (node.runtime.engine_port)."""
+    """`LayersWatched` say how far a forward is, layer by layer (node.vocabulary.engine_port)."""
 
     def watch_layers(self, turn_id: TurnId, told: LayersTold) -> None:
         """Have `told` called within the turn's forwards."""

@@ -11,7 +11,7 @@ import torch
 from ownerserve.cache.layout import Table
 from ownerserve.engines.hf.model.runner import NOBODY, DecodeRow
 from ownerserve.kv.ids import TurnId
-from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
+from ownerserve.node.vocabulary.engine_port import LayerProgress, LayersTold
 from ownerserve.plan.inputs import HF, Abilities
 from tests.support.hf.aborts.traps import Traps
 from tests.support.node.lending_nodes import LAYERS

@@ -29,7 +29,6 @@ from ownerserve.kv.prefix import pack
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
-from ownerserve.node.runtime.engine_port import LayersTold
 from ownerserve.node.state import NodeState
 from ownerserve.node.transfers.lenders import Lenders
 from ownerserve.node.transfers.lending import Lending
@@ -40,6 +39,7 @@ from ownerserve.node.transfers.source_side import SourceSide
 from ownerserve.node.transfers.target_side import TargetSide
 from ownerserve.node.transfers.turn_lends import TurnLends
 from ownerserve.node.vocabulary.chains import PromptPrefix, prefix_of
+from ownerserve.node.vocabulary.engine_port import LayersTold
 from ownerserve.node.vocabulary.events import (
     CallOffPrefill,
     DropOperation,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ownerserve.kv.ids import TurnId
-from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
+from ownerserve.node.vocabulary.engine_port import LayerProgress, LayersTold
 
 
 class StepSpan(NamedTuple):

@@ -20,9 +20,9 @@ from ownerserve.kv.frame import FORMAT
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.prefix import SALT_BYTES, Identity, Numerics
 from ownerserve.kv.regions import Region
-from ownerserve.node.runtime.engine_port import LayerProgress, LayersTold
 from ownerserve.node.storage.model_config import canonical, config_facts, state_facts
 from ownerserve.node.storage.weights import weight_files_digest
+from ownerserve.node.vocabulary.engine_port import LayerProgress, LayersTold
 from ownerserve.plan.inputs import HF, Abilities
 
 SLOT_FORMAT = FORMAT
