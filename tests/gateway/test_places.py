@@ -15,6 +15,7 @@ from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.terms import TermFile
 from ownerserve.gateway.asking import SessionFinder
 from ownerserve.gateway.turns import Correction
+from ownerserve.gateway.workers.rpc import Places
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import Incarnation, WorkerId
 from ownerserve.kv.messages import RoutingUnit, Tier
@@ -55,6 +56,13 @@ def record(rpc: object, **profile: Any) -> bytes:
     document = json.loads(msgspec.json.encode(said))
     document["profile"]["rpc"] = rpc
     return json.dumps(document).encode()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway waits for places however busy this machine is."""
+    assert Places.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(Places.__init__.__kwdefaults__, "ask_s", WAIT_S)
 
 
 async def introduced(world: World, *rpcs: str | None, **profile: Any) -> None:
@@ -279,6 +287,7 @@ def test_a_silent_worker_is_asked_again_and_then_called_off(play: Play) -> None:
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_turn_that_began_keeps_its_place_to_itself(play: Play) -> None:
     """The worker uses a place up as its turn arrives: later words would be of another."""
 
@@ -292,6 +301,26 @@ def test_a_turn_that_began_keeps_its_place_to_itself(play: Play) -> None:
         assert (await other.post("/v1/completions", x__session__id="b")).status == 200
         await until_async(lambda: Commit(2) in admission.asked)
         assert not [one for one in admission.asked if isinstance(one, Release)]
+        admission.close()
+
+    play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_place_that_is_promised_twice_is_not_given_back(play: Play) -> None:
+    """A Reserve that may have been lost is said again, and both are answered."""
+
+    async def scenario(world: World) -> None:
+        admission = Admission()
+        admission.is_slow = True
+        await introduced(world, admission.address)
+        client = await world.client()
+        for number, session in enumerate("abc", 1):
+            answer = await client.post("/v1/completions", x__session__id=session)
+            assert answer.status == 200
+            await until_async(lambda number=number: Commit(number) in admission.asked)
+        assert not [one for one in admission.asked if isinstance(one, Release)]
+        assert world.gateway.turns.places.counts["late"] == 0
         admission.close()
 
     play(scenario, engines=1, states=[record(None)], health_interval_s=0.05)

@@ -33,7 +33,8 @@ class Admission:
         self.nonces: list[Nonce] = []
         """Of the reserves, with those that were said again."""
         self.cancelled: list[Nonce] = []
-        self.is_silent = self.is_full = False
+        self.is_silent = self.is_full = self.is_slow = False
+        """Slow: it answers a Reserve once that was said again, and then each time that it was."""
         self.quote: Admit | Reject | None = None
         """What it says where it holds no places, as vLLM; None: it holds them."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -54,13 +55,16 @@ class Admission:
                 self.nonces.append(nonce)
             if not is_again:
                 self.asked.append(request)
+            if isinstance(request, Reserve) and self.is_slow and not is_again:
+                continue
             if isinstance(request, Reserve) and not self.is_silent:
                 answer: RpcAnswer = Reserved(len(self.reserves))
                 if self.is_full:
                     answer = Reject(WorkerRefusal.NO_ROOM)
                 if self.quote is not None:
                     answer = Reject(WorkerRefusal.UNKNOWN_RESERVATION)
-                await self._socket.send_multipart([*envelope, encode(answer)])
+                for _ in range(1 + self.is_slow):
+                    await self._socket.send_multipart([*envelope, encode(answer)])
             elif isinstance(request, Probe) and self.quote is not None:
                 await self._socket.send_multipart([*envelope, encode(self.quote)])
 

@@ -34,6 +34,8 @@ log = logging.getLogger("ownerserve.wire")
 
 NUMBER_BYTES = 8
 FAULT_PAUSE_S = 0.05
+ANSWERED_KEPT = 1024
+"""How many numbers of requests that were answered an asyncio client remembers."""
 
 
 class Versioned(Protocol):
@@ -202,7 +204,8 @@ class FramedClient:
 
 class AsyncFramedClient:
     """An asyncio framed client asks one port, many requests in flight at once: requests and answers
-    meet by number. `unclaimed` gets the data of each answer that nobody waits for any more.
+    meet by number. `unclaimed` gets the data of each answer that nobody waits for any more. Of a
+    request that was sent again the first answer counts: others say the same, and are dropped.
     """
 
     def __init__(
@@ -217,6 +220,7 @@ class AsyncFramedClient:
         self._unclaimed = unclaimed
         self._numbers = count()
         self._waiting: dict[bytes, asyncio.Future[bytes | None]] = {}
+        self._answered: dict[bytes, None] = {}
         self._sending: set[asyncio.Future[zmq.MessageTracker | None]] = set()
         self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -276,6 +280,11 @@ class AsyncFramedClient:
             if len(parts) != 1:
                 log.warning("%s answers %d parts, not one", self._address, len(parts))
                 continue
+            if number in self._answered:
+                continue
+            self._answered[number] = None
+            if len(self._answered) > ANSWERED_KEPT:
+                del self._answered[next(iter(self._answered))]
             answered = self._waiting.pop(number, None)
             if answered is not None and not answered.done():
                 answered.set_result(parts[0])
