@@ -27,7 +27,7 @@ from ownerserve.gateway.processes.mail import (
     Receiving,
 )
 from tests.support.certificates import Authority
-from tests.support.gateway.echoing import digest, echoing_worker
+from tests.support.gateway.echoing import digest, echoing_worker, let_go
 from tests.support.gateway.several import Several, descriptors, several
 from tests.support.gateway.world import header
 from tests.support.waits import until
@@ -141,11 +141,11 @@ def test_who_waits_to_be_told_to_go_on_is_told_once(gateway: Several) -> None:
 
 
 def test_under_tls_bytes_are_passed_on(tmp_path: Path) -> None:
-    """Head and body in one record or in two, quick and slow answers, and a drain in the midst."""
+    """Head and body in one record or in two, quick and held answers, and a drain in the midst."""
     ca = Authority(tmp_path)
     pair, believes = ca.issue("own", "127.0.0.1"), ca.client()
     words = ("--tls-cert-file", str(pair.certificate), "--tls-key-file", str(pair.key))
-    slow = b'{"model": "m", "said": "slow"}'
+    held = b'{"model": "m", "said": "held"}'
 
     def ask(number: int, body: bytes) -> None:
         with (
@@ -169,9 +169,10 @@ def test_under_tls_bytes_are_passed_on(tmp_path: Path) -> None:
                 ask(number, body)
         assert sum(one["given_away"] for one in running.processes_now()) > 0
         until(lambda: running.admin("/status")["clients"] == 0)
-        turns = [pool.submit(one_turn, running, believes, slow, number) for number in range(12)]
+        turns = [pool.submit(one_turn, running, believes, held, number) for number in range(12)]
         until(lambda: running.admin("/status")["live"] == 12)
         running.gateway.process.send_signal(signal.SIGTERM)
+        let_go(worker)
         for turn in turns:
             turn.result()
         assert running.gateway.process.wait(60) == 0

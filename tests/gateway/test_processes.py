@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.support.children import importing
-from tests.support.gateway.echoing import digest, echoing_worker
+from tests.support.gateway.echoing import digest, echoing_worker, let_go
 from tests.support.gateway.several import Several, several
 from tests.support.waits import until
 
@@ -241,13 +241,15 @@ def test_it_drains_as_one_and_ends_with_its_supervisor(workers: list[int], tmp_p
         with several(folder, 2, workers) as all_of_it, ThreadPoolExecutor(8) as pool:
             pids = [all_of_it.pid(process) for process in range(2)]
 
-            def slow(session: int, gateway: Several = all_of_it) -> int:
-                body = {"model": "m", "said": "slow"}
+            def held(session: int, gateway: Several = all_of_it) -> int:
+                body = {"model": "m", "said": "held"}
                 return gateway.post(CHAT, body, x_session_id=f"s{session}").status
 
-            turns = [pool.submit(slow, session) for session in range(8)]
+            turns = [pool.submit(held, session) for session in range(8)]
             until(lambda: all_of_it.admin("/status")["live"] == 8)
             all_of_it.gateway.process.send_signal(stop)
+            for port in workers:
+                let_go(port)
             assert [turn.result() for turn in turns] == [200] * 8
             code = all_of_it.gateway.process.wait(60)
             assert code == (0 if stop is signal.SIGTERM else -signal.SIGKILL)

@@ -166,5 +166,5 @@ def test_who_is_gone_or_holds_nothing_costs_time_and_no_answer(rig: Rig, tmp_pat
     other = tiny.prompt(500, seed=93)
     gone = far.generate(other, session=AGENT)
     assert gone.cached == 0
-    assert looks(far) == {"nothing", "silent"}
+    until(lambda: looks(far) == {"nothing", "silent"}, what="the look at who is gone is counted")
     oracle.assert_same("qwen3", rig.cold("qwen3", other), gone)

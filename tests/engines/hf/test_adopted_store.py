@@ -117,7 +117,13 @@ def test_a_session_goes_on_from_an_adopted_store(
     workers.append(WorkerProcess(tmp_path, "second", None, *adopting))
     workers.append(WorkerProcess(tmp_path, "third", None, "--store", str(tmp_path / "third-kv")))
     second = workers[1]
-    until(lambda: held(second) == told, within_s=WAIT_S, what="the dead worker's sessions are told")
+
+    def tells_all() -> bool:
+        """What the dead one had told at the least: it may have copied more before it died."""
+        known = held(second)
+        return all(known.get(session, 0) >= tokens for session, tokens in told.items())
+
+    until(tells_all, within_s=WAIT_S, what="the dead worker's sessions are told")
     assert (dead / "ADOPTED").exists()
 
     async def after() -> None:

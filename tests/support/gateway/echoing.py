@@ -1,6 +1,6 @@
 """A worker as a process of its own that says what it was sent: `python -m
 tests.support.gateway.echoing` prints its port. Its answers have the length and the digest of the
-body, and say how many slow turns ran as this one began."""
+body, and say how many slow turns ran as this one began. A held one is answered after `let_go`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
+import httpx
+
 from tests.support.children import importing
 from tests.support.gateway.world import header
+from tests.support.waits import WAIT_S
 
 SLOW_S = 0.5
+GO = b"/go"
 _IDS = count(1)
 _running: set[asyncio.StreamWriter] = set()
 """Who waits for a slow answer."""
+_held = [asyncio.Event()]
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -28,7 +33,10 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readexactly(int(header(head, b"content-length") or 0))
             path, at_once = head.split(b" ", 2)[1], 1
-            if path.startswith(b"/ownerserve/"):
+            if path == GO:
+                _held.pop().set()
+                _held.append(asyncio.Event())
+            if path.startswith((b"/ownerserve/", GO)):
                 writer.write(b"HTTP/1.1 404 No\r\ncontent-length: 2\r\n\r\n{}")
                 continue
             if b'"slow"' in body:
@@ -36,6 +44,8 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 at_once = len(_running)
                 await asyncio.sleep(SLOW_S)
                 _running.discard(writer)
+            if b'"held"' in body:
+                await _held[0].wait()
             said = {
                 "id": f"resp_{next(_IDS)}",
                 "at_once": at_once,
@@ -64,6 +74,11 @@ async def _main() -> None:
     server = await asyncio.start_server(_serve, "127.0.0.1", 0, backlog=4096)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
+
+
+def let_go(port: int) -> None:
+    """Have the worker there answer what it holds by now."""
+    httpx.get(f"http://127.0.0.1:{port}{GO.decode()}", timeout=WAIT_S, trust_env=False)
 
 
 @contextmanager
