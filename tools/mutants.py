@@ -16,6 +16,7 @@ noticed after all, one whose text no longer stands exactly once, and a list of w
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import shutil
@@ -110,14 +111,16 @@ def read_lists(folder: Path) -> list[Mutant]:
 
 
 def check(mutants: Iterable[Mutant], package: Path) -> list[str]:
-    """Return what is wrong with the lists, without a test: text that moved, too many survivors."""
+    """Return what is wrong with the lists, without a test: text that moved, or is no Python."""
     wrong = []
     every = list(mutants)
     for mutant in every:
         try:
-            mutant.applied((package / mutant.file).read_text())
+            ast.parse(mutant.applied((package / mutant.file).read_text()))
         except (BadList, OSError) as error:
             wrong.append(str(error))
+        except SyntaxError as error:
+            wrong.append(f"{mutant.name}: {mutant.file} is no Python with it: {error}")
     for test in sorted({test for mutant in every for test in mutant.tests}):
         path, _, name = test.partition("::")
         source = (ROOT / path).read_text() if (ROOT / path).is_file() else None

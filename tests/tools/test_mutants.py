@@ -71,6 +71,12 @@ def test_text_that_moved_is_an_error_that_names_the_mutant(tmp_path: Path) -> No
     assert wrong.startswith("units: its text stands 0 times in kv/units.py")
 
 
+def test_what_is_no_python_is_an_error_that_names_the_mutant(tmp_path: Path) -> None:
+    mutants = lists(tmp_path, ENTRY.format(new="GIB = (", tests=__file__))
+    (wrong,) = MUTANTS["check"](mutants, MUTANTS["PACKAGE"])
+    assert wrong.startswith("units: kv/units.py is no Python with it")
+
+
 def test_a_test_that_is_gone_is_an_error_that_names_it(tmp_path: Path) -> None:
     mutants = lists(tmp_path, ENTRY.format(new="", tests=f"{__file__}::test_of_yesterday"))
     (wrong,) = MUTANTS["check"](mutants, MUTANTS["PACKAGE"])
