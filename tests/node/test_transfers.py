@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
 
+import msgspec
 import pytest
 
 from ownerserve.kv.errors import InvalidInput
@@ -19,12 +20,14 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.units import MIB
 from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     AskLender,
     AskPrefix,
     LenderSays,
     Nonce,
     PrefixIs,
+    Reject,
     RpcAnswer,
     RpcRequest,
 )
@@ -207,7 +210,7 @@ def test_who_has_begun_anew_is_waited_for_no_longer(far: Node) -> None:
         if isinstance(request, AskPrefix):
             said.set_result(PrefixIs(0))
         elif isinstance(request, AskLender) and isinstance(decode_question(request.frame), Lend):
-            lent = Lent(7, (LentRank(0, 0, "127.0.0.1:9"),))
+            lent = Lent(7, (LentRank(0, "127.0.0.1:9"),))
             said.set_result(LenderSays(encode_message(lent), b""))
         else:
             more.set()
@@ -269,6 +272,17 @@ def test_an_unreadable_question_is_refused(near: Node) -> None:
     far = RoutingUnit(WorkerId("far"), 0, Incarnation(1))
     answer = near.transfers.service.ask(AskLender(b"\xff", far)).result(30)
     assert type(answer).__name__ == "Reject"
+
+
+def test_who_speaks_the_former_version_is_answered_as_malformed(near: Node) -> None:
+    lend = Lend(Nonce(1), near.unit, (), (ReaderRank(0, 0, 0),))
+    version, *message = msgspec.msgpack.decode(encode_message(lend))
+    former = msgspec.msgpack.encode([version - 1, *message])
+    with pytest.raises(InvalidInput, match=f"speak version {version}"):
+        decode_question(former)
+    asked = AskLender(former, RoutingUnit(WorkerId("far"), 0, Incarnation(1)))
+    answer = near.transfers.service.ask(asked).result(WAIT_S)
+    assert answer == Reject(WorkerRefusal.MALFORMED)
 
 
 @pytest.mark.parametrize("address", ["tcp://", "nobody", "curve://127.0.0.1:9"])

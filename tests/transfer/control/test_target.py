@@ -103,7 +103,7 @@ def test_parts_come_one_after_another_and_what_came_stays() -> None:
 def test_all_ranks_have_their_bytes_or_none_counts() -> None:
     one = OneTarget()
     one.want((wanted(b"a"),), ranks=2)
-    ranks = (LentRank(0, 0, "s"), LentRank(1, 1, "s"))
+    ranks = (LentRank(0, "s"), LentRank(1, "s"))
     one.open(published(b"a", ranks=2), ranks=ranks)
     first, second = one.of(StartRead)
     assert (first.rank, second.rank) == ranks
@@ -116,7 +116,7 @@ def test_all_ranks_have_their_bytes_or_none_counts() -> None:
     assert HoldRoom(RESERVATION) in one.done and FreeRoom(RESERVATION) in one.done
 
 
-@pytest.mark.parametrize("ranks", [(LentRank(0, 0, "s"),), (LentRank(0, 0, "s", "", 0, 1, "mla"),)])
+@pytest.mark.parametrize("ranks", [(LentRank(0, "s"),), (LentRank(0, "s", 0, 1, "mla"),)])
 def test_ranks_that_are_not_all_served_are_a_mismatch(ranks: tuple[LentRank, ...]) -> None:
     one = OneTarget()
     one.want((wanted(b"a"),), ranks=2)

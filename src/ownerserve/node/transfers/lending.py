@@ -167,7 +167,7 @@ class Lending:
         ticket = self._cache.lends.lend(kept, now, idle_s=asked.idle_s)
         self._forget_ended()
         self.cover(ticket, artifacts)
-        ranks = (LentRank(0, lend.ranks[0].rank, self.address),)
+        ranks = (LentRank(lend.ranks[0].rank, self.address),)
         return LendOpened(asked.number, ticket, ranks, sized)
 
     def touch(self, ticket: int) -> None:
