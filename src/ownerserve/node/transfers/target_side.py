@@ -177,8 +177,8 @@ class TargetSide:
         self._hints: dict[Nonce, SessionHint] = {}
         self._landings: dict[int, _PartLanding] = {}
         self._lines: dict[str, AsyncFramedClient] = {}
-        self._met: dict[WorkerId, LenderAddress] = {}
-        """The life of each worker that was asked last, and where."""
+        self._met: dict[tuple[WorkerId, int], LenderAddress] = {}
+        """The life of each worker's data-parallel rank that was asked last, and where."""
         self._movers: dict[tuple[str, str, RoutingUnit, str], Mover] = {}
         self._memory: dict[tuple[RoutingUnit, int], LenderPlaces] = {}
         self._boot = own_name().boot
@@ -419,9 +419,10 @@ class TargetSide:
 
     def _meet(self, lender: LenderAddress) -> None:
         """Let go of what is open to a former life of the lender's worker, and of what waits for
-        it: nobody is there."""
-        former = self._met.get(lender.unit.worker)
-        self._met[lender.unit.worker] = lender
+        it: nobody is there. Ranks of a worker live beside each other."""
+        rank = lender.unit.worker, lender.unit.dp_rank
+        former = self._met.get(rank)
+        self._met[rank] = lender
         if former is None or former.unit == lender.unit:
             return
         gone = {id(one): one for key, one in self._movers.items() if key[2] == former.unit}
