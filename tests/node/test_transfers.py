@@ -40,7 +40,13 @@ from ownerserve.node.transfers.opening import TransferPlace
 from ownerserve.node.vocabulary.events import PeerRecord, PrefillOrder
 from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, Want
 from ownerserve.store.tiers.backend import Reservation
-from ownerserve.transfer.control.events import BringEnd, LendOpened, OpenLend, WantedArtifact
+from ownerserve.transfer.control.events import (
+    BringEnd,
+    BringOver,
+    LendOpened,
+    OpenLend,
+    WantedArtifact,
+)
 from ownerserve.transfer.control.messages import Lend, Lent, LentRank, ReaderRank
 from ownerserve.transfer.vocabulary import FramePiece
 from tests.support.node.lending_nodes import (
@@ -139,6 +145,23 @@ def test_what_is_brought_beside_what_is_here_is_given_up_with_it(near: Node, far
         backing.close()
 
 
+def test_a_read_that_is_given_up_before_it_comes_to_peers_brings_nothing(
+    near: Node, far: Node
+) -> None:
+    """It waits on its thread for a disk, or for its turn: nobody is told that it goes on."""
+    near.turn(AGENT, PROMPT)
+    prefix, peers = wanted(near.address), far.transfers.peers
+    wants = cells(prefix, peers.look(prefix))
+    peers.expect(wants)
+    peers.give_up(wants)
+    read = peers.read(wants)
+    assert isinstance(read, ReadMiss) and read.reason is MissReason.CANCELLED
+    assert not far.transfers.counts().brings and not near.transfers.counts().lends
+    peers.give_up(wants)  # and one whose read never begins
+    peers.expect(wants)  # another turn wants the same
+    assert isinstance(peers.read(wants), ReadHit)
+
+
 def test_a_road_that_is_not_open_gives_way_to_the_next(near: Node, far: Node) -> None:
     near.turn(AGENT, PROMPT)
     prefix = wanted(near.address)
@@ -200,12 +223,15 @@ def test_nothing_stays_open_to_a_workers_former_lives(far: Node) -> None:
     assert open_then[-1] <= open_then[0] + 2, open_then
 
 
-def test_who_has_begun_anew_is_waited_for_no_longer(far: Node) -> None:
-    """A worker lends, and says nothing more. Its next life is met: what waits for the former one
-    ends as gone, and not after the seconds that a silent peer has."""
-    more = Event()
+class SilentLender:
+    """A worker that lends, and says nothing more: `more` is set once it is asked for more."""
 
-    def answer(request: RpcRequest) -> Future[RpcAnswer]:
+    def __init__(self) -> None:
+        self.more = Event()
+        self.rpc = RpcServer()
+        self.rpc.start(self._answer)
+
+    def _answer(self, request: RpcRequest) -> Future[RpcAnswer]:
         said: Future[RpcAnswer] = Future()
         if isinstance(request, AskPrefix):
             said.set_result(PrefixIs(0))
@@ -213,28 +239,55 @@ def test_who_has_begun_anew_is_waited_for_no_longer(far: Node) -> None:
             lent = Lent(7, (LentRank(0, "127.0.0.1:9"),))
             said.set_result(LenderSays(encode_message(lent), b""))
         else:
-            more.set()
+            self.more.set()
         return said
 
-    silent, hint = RpcServer(), SessionHint(AGENT, None, 10 * B)
-    silent.start(answer)
-    former, next_one = (RoutingUnit(WorkerId("near"), 0, Incarnation(life)) for life in (1, 2))
-    piece = FramePiece(bytes(32), 0, 4, 0, LAYERS)
-    wanted_part = (WantedArtifact("dense", piece, 4 * SECTIONS["dense"].payload_bytes),)
-    service = far.transfers.service
-    try:
-        bring = service.bring(
-            (wanted_part,),
-            LenderAddress(former, silent.address),
-            hint,
-            landed=lambda part, landing: None,
-            compute_ms=1e6,
+    def address(self, rank: int, life: int) -> LenderAddress:
+        """Where a life of a data-parallel rank of it is reached."""
+        return LenderAddress(
+            RoutingUnit(WorkerId("near"), rank, Incarnation(life)), self.rpc.address
         )
-        assert more.wait(WAIT_S)
-        service.look(LenderAddress(next_one, silent.address), hint, compute_ms=1e6)
-        assert bring.result(WAIT_S).end is BringEnd.GONE
-    finally:
-        silent.stop()
+
+
+@pytest.fixture
+def silent() -> Iterator[SilentLender]:
+    lender = SilentLender()
+    yield lender
+    lender.rpc.stop()
+
+
+HINT = SessionHint(AGENT, None, 10 * B)
+WANTED_PART = (
+    WantedArtifact(
+        "dense", FramePiece(bytes(32), 0, 4, 0, LAYERS), 4 * SECTIONS["dense"].payload_bytes
+    ),
+)
+
+
+def bring(far: Node, lender: LenderAddress) -> Future[BringOver]:
+    """A bring that may take as long as it likes."""
+    return far.transfers.service.bring(
+        (WANTED_PART,), lender, HINT, landed=lambda part, landing: None, compute_ms=1e6
+    )
+
+
+def test_who_has_begun_anew_is_waited_for_no_longer(far: Node, silent: SilentLender) -> None:
+    """Its next life is met: what waits for the former one ends as gone, and not after the seconds
+    that a silent peer has."""
+    begun = bring(far, silent.address(0, 1))
+    assert silent.more.wait(WAIT_S)
+    far.transfers.service.look(silent.address(0, 2), HINT, compute_ms=1e6)
+    assert begun.result(WAIT_S).end is BringEnd.GONE
+
+
+def test_another_rank_of_a_worker_is_no_new_life_of_the_one_that_is_read(
+    far: Node, silent: SilentLender
+) -> None:
+    begun = bring(far, silent.address(0, 1))
+    assert silent.more.wait(WAIT_S)
+    assert far.transfers.service.look(silent.address(1, 2), HINT, compute_ms=1e6)
+    assert not begun.done()
+    assert begun.result(WAIT_S).end is BringEnd.SILENT, "as a peer that says nothing more"
 
 
 def test_a_lent_prefix_is_not_used_again_while_it_is_read(near: Node) -> None:

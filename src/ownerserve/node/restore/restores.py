@@ -684,7 +684,8 @@ class Restores:
         pending.room = reserved
         pending.phase, operation_id = RestorePhase.LOADING, self._begin(pending)
         wants = tuple(reading.want for reading in pending.readings)
-        return [Fetch(operation_id, wants, pending.deadline_s, self._computed(pending))]
+        computed = self._computed(pending)
+        return [Fetch(operation_id, wants, pending.deadline_s, turn_id, computed)]
 
     def _computed(self, pending: PendingRestore) -> tuple[tuple[Want, ...], ...]:
         """Return, once for each plan, the parts of what somebody computes for the turn; none where

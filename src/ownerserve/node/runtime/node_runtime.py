@@ -243,10 +243,10 @@ class NodeRuntime:
                     )
                     ticket = self._store.submit_look(look, deadline_s=until_s)
                     self._asked[operation_id] = (ticket, effect)
-                case Fetch(operation_id, wants, deadline_s, computed):
+                case Fetch(operation_id, wants, deadline_s, turn_id, computed):
                     until_s = time.time() + deadline_s - now
-                    if computed and (peers := self._backing.tiers.peers) is not None:
-                        peers.expect(computed)
+                    if (peers := self._backing.tiers.peers) is not None:
+                        peers.expect(wants, turn_id, computed)
                     ticket = self._store.submit_read(wants, deadline_s=until_s)
                     self._asked[operation_id] = (ticket, effect)
                 case DropOperation(operation_id):

@@ -395,8 +395,7 @@ class SimNode:
                 self._asked[operation_id] = effect
                 self.later(self.world.pause_s(), lambda: self._look(effect))
             case Fetch(operation_id):
-                if effect.computed:
-                    self.peers.expect(effect.computed)
+                self.peers.expect(effect.wants, effect.turn_id, effect.computed)
                 self._asked[operation_id] = effect
                 self.later(self.world.pause_s(), lambda: self._fetch(effect))
             case DropOperation(operation_id):
