@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from ownerserve.node.transfers.landings import LandingNumbers
 from ownerserve.transfer.movers.arena import ArenaNumbers
 
 
@@ -45,6 +46,7 @@ class TransferCounts(BringCounts, frozen=True, kw_only=True):
     replica_bytes: int
     connections: int
     stage_used_bytes: int
+    landings: LandingNumbers
     arena: ArenaNumbers | None
     """None: no road needs one."""
 

@@ -42,6 +42,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.transfers.counting import TransferCounts
 from ownerserve.node.transfers.engines import ARENA_BYTES, NodeEngines, check_engines
+from ownerserve.node.transfers.landings import LANDING_BYTES, Landings
 from ownerserve.node.transfers.legs import GatewayLegs
 from ownerserve.node.transfers.lenders import Lenders, OnEngine, no_engine
 from ownerserve.node.transfers.lending import Lending
@@ -99,8 +100,9 @@ class TransferPlace(msgspec.Struct, frozen=True):
     `prefill_peers` are RPC addresses of workers of which one computes a long prompt, where no
     gateway has named one; `after_read` is what becomes of what it computed for others. What it
     lends of its host memory and disk lies in `stage_bytes` of memory meanwhile; 0: it lends nothing
-    of them. `interface` is the device by which alone it is read over TCP, and reads; empty: any. So
-    many `brings` may be waited for at once, beside the store's own reads."""
+    of them. What it brings comes into `landing_bytes` of it. `interface` is the device by which
+    alone it is read over TCP, and reads; empty: any. So many `brings` may be waited for at once,
+    beside the store's own reads."""
 
     host: str = LOOPBACK
     port: int = 0
@@ -110,6 +112,7 @@ class TransferPlace(msgspec.Struct, frozen=True):
     arena_bytes: int = ARENA_BYTES
     digest: str = XXH3
     stage_bytes: int = STAGE_BYTES
+    landing_bytes: int = LANDING_BYTES
     interface: str = ""
     after_read: AfterRead = AfterRead.KEEP
     brings: int = BRINGS_AT_ONCE
@@ -186,10 +189,11 @@ class NodeTransfers:
         roads = NodeRoads(
             key, place.roads, settings=reads_by, engines=opened, arena=arena, digests=digests
         )
+        self._landings = Landings(sections, place.landing_bytes)
         self.service = TransferService(
             lambda loop: (
                 SourceSide(unit, self._lenders, self._on_engine, digests=digests, loop=loop),
-                TargetSide(unit, sections, roads, key=place.key, loop=loop),
+                TargetSide(unit, self._landings, roads, key=place.key, loop=loop),
             )
         )
         self.peers = Peers(self.service, sections, block_tokens)
@@ -383,6 +387,7 @@ class NodeTransfers:
             replicas={} if self.prefix_takes is None else dict(self.prefix_takes.counts),
             replica_bytes=0 if self.prefix_takes is None else self.prefix_takes.moved_bytes,
             connections=self._server.connections,
+            landings=self._landings.numbers(time.monotonic()),
             arena=None if arena is None else arena.numbers(time.monotonic()),
             staged_bytes=0 if stored is None else stored.counts["staged_bytes"],
             failed_stagings=0 if stored is None else stored.counts["failed"],

@@ -220,7 +220,7 @@ class Peers:
                 is_given_up = key in self._given_up
             if is_given_up:
                 coming.stop()
-            outcome = (
+            outcome: ReadOutcome = (
                 ReadMiss(MissReason.CANCELLED, b"") if is_given_up else self._read(coming, part)
             )
             with self._lock:
