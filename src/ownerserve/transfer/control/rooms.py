@@ -283,7 +283,7 @@ class BringRooms:
         free: list[TargetEffect] = [FreeArena(number)] if reading.goal is ReadGoal.ARENA else []
         return free + self._free(reading.room)
 
-    # -- what the checks and the metrics read --------------------------------------------------
+    # -- what the checks read ------------------------------------------------------------------
 
     def counts(self, now: float) -> dict[str, float]:
         """Count the rooms, those that are held, the age of the oldest of these in s, the reads, and

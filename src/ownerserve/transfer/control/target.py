@@ -495,7 +495,7 @@ class TransferTarget:
             return Cancel(bring.wanted.nonce)
         return ReturnLend(bring.ticket, peer.unit)
 
-    # -- what the checks and the metrics read --------------------------------------------------
+    # -- what the checks read ------------------------------------------------------------------
 
     def counts(self, now: float) -> dict[str, float]:
         """Count the brings, and what `BringRooms.counts` does."""
