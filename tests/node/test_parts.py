@@ -25,9 +25,14 @@ LONG = list(range(10 * B + 5))
 OTHER = list(range(5000, 5000 + 10 * B + 5))
 
 
-def with_stored(*prompts: list[int], blocks: int, settings: NodeSettings = IN_PARTS) -> NodeDriver:
+def with_stored(
+    *prompts: list[int],
+    blocks: int,
+    settings: NodeSettings = IN_PARTS,
+    least_points: int | None = None,
+) -> NodeDriver:
     """A node whose store has the sessions of these prompts, and whose device has nothing."""
-    driver = NodeDriver(blocks=max(blocks, 16), settings=settings)
+    driver = NodeDriver(blocks=max(blocks, 16), settings=settings, least_points=least_points)
     for n, tokens in enumerate(prompts):
         driver.turn(tokens, session=f"s{n}")
         driver.idle()
@@ -117,6 +122,23 @@ def test_whole_is_one_part() -> None:
     driver.arrive([*LONG, 1], session="s0")
     answer_next(driver)
     assert reserved(driver) == 10
+
+
+def test_point_slots_give_way_to_parts_which_were_let_on_into_their_room() -> None:
+    driver = with_stored(LONG, OTHER, blocks=16, least_points=2)
+    running(driver, 14)
+    levels = driver.cache.occupancy
+    assert levels.blocks.free + levels.evictable_blocks() < PART < levels.obtainable_blocks()
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    assert resident(driver, turn) == 10 and levels.blocks.capacity > 16
+    driver.check()
+    other = driver.arrive([*OTHER, 1], session="s1")  # in line behind it, in what it leaves
+    assert driver.run(turn).restored == 10 * B
+    driver.settle()
+    assert driver.reports[other].outcome is RestoreOutcome.LOADED
+    driver.check()
 
 
 def test_a_part_that_fails_leaves_what_came_before_it_and_the_rest_is_computed() -> None:

@@ -77,12 +77,13 @@ class Rig:
         *,
         blocks: int = 200,
         points: int | None = None,
+        least_points: int | None = None,
         max_running: int = 8,
         options: WorkerOptions | None = None,
         hca_tail: TailForm = TailForm.RAW_ROWS,
     ) -> None:
         """`options` are a node's: its store, its host cache, its settings. `points` None: as many
-        as blocks."""
+        as blocks; all but `least_points` of them may give way to blocks (None: none may)."""
         loaded = checkpoint(name)
         self.runner = ModelRunner(loaded.model, hca_tail=hca_tail)
         layout = self.runner.layout
@@ -90,13 +91,13 @@ class Rig:
         if points is not None:
             slots |= dict.fromkeys(layout.point_names, points)
         self.runner.allocate(slots, max_running)
-        self.cache = HeteroCache(layout, slots, max_running)
+        self.cache = HeteroCache(layout, slots, max_running, least_points=least_points)
         limits = SchedulerLimits(
             chunk_tokens=4 * layout.block_tokens,
             prefill_tokens_a_step=4 * layout.block_tokens,
             max_running=max_running,
             max_waiting=100,
-            sequence_tokens=blocks * layout.block_tokens,
+            sequence_tokens=self.cache.occupancy.most_blocks * layout.block_tokens,
         )
         self.node = None
         if options is not None:

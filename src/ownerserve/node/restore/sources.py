@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from ownerserve.cache.effects import MoveBorder
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import (
@@ -142,6 +143,11 @@ class Device(Protocol):
         none to be had."""
         ...
 
+    def give_way(self, short: NoRoom) -> tuple[MoveBorder, ...]:
+        """Have point slots give way to the range blocks that were missing; nothing where they
+        can't, or where something else was."""
+        ...
+
     def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
         """Make the reserved slots count, which are written with `parts`: all of them, or
         nothing."""
@@ -180,6 +186,11 @@ class OwnDevice:
         self, turn_id: TurnId, arrival: Arrival, now: float
     ) -> SlotsReserved | NoRoom | CacheRefused | Later:
         return self._cache.ingest.reserve(arrival, now)
+
+    def give_way(self, short: NoRoom) -> tuple[MoveBorder, ...]:
+        if short.pool != self._cache.occupancy.blocks.name:
+            return ()
+        return self._cache.border.give_way(short.missing)
 
     def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
         return self._cache.ingest.commit(ticket, parts, now)
