@@ -70,7 +70,7 @@ def test_point_slots_give_way_to_what_comes(tmp_path: Path, name: str) -> None:
     """A session needs more blocks at once than there are, until points have given way."""
     one = first_turn(tmp_path, name)
     options = with_store(tmp_path, name, part_tokens=0)
-    rig = Rig(name, blocks=20, points=60, least_points=2, max_running=4, options=options)
+    rig = Rig(name, blocks=20, points=(2, 60), max_running=4, options=options)
     pressure = rig.cache.pressure  # what has come is all there is: room is made for turns alone
     pressure.watermarks = msgspec.structs.replace(pressure.watermarks, low=0.0, high=0.0)
     two = second_turn(rig, one)
