@@ -5,10 +5,18 @@ from __future__ import annotations
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RestoreAction, RoutingUnit
-from ownerserve.kv.prefix import pack
+from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.vocabulary.chains import prefix_of
-from ownerserve.node.vocabulary.events import Fetch, RestoreOutcome, SessionComing, Tick, TurnGone
+from ownerserve.node.vocabulary.events import (
+    Fetch,
+    RestoreOutcome,
+    SessionComing,
+    Tick,
+    TurnArrived,
+    TurnEnded,
+    TurnGone,
+)
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.plan.inputs import RestoreQuery
@@ -50,6 +58,24 @@ def running(driver: NodeDriver, blocks: int) -> TurnId:
     assert isinstance(driver.cache.begin(Turn(blocker, None, event.tokens), driver.now), Begun)
     assert driver.cache.reserve(blocker, blocks * B, driver.now) == ()
     return blocker
+
+
+def begun(driver: NodeDriver, turn: TurnId) -> TurnArrived:
+    """A turn that was started runs, and goes on from what has come."""
+    driver.started.remove(turn)
+    event = driver.waiting.pop(turn)
+    opened = Turn(turn, event.session_id, event.tokens)
+    assert isinstance(driver.cache.begin(opened, driver.now), Begun)
+    assert driver.cache.reserve(turn, len(event.tokens) // TOKEN_BYTES, driver.now) == ()
+    return event
+
+
+def finished(driver: NodeDriver, event: TurnArrived) -> None:
+    """It has ended, with its prompt alone."""
+    count, at = len(event.tokens) // TOKEN_BYTES, 10 * B
+    driver.cache.advance(event.turn_id, event.tokens[at * TOKEN_BYTES :], driver.now)
+    driver.cache.finish(event.turn_id, driver.now, tip=None)
+    driver.handle(TurnEnded(event.turn_id, at, count, count))
 
 
 def idle(driver: NodeDriver, blocks: int) -> None:
@@ -139,6 +165,27 @@ def test_point_slots_give_way_to_parts_which_were_let_on_into_their_room() -> No
     driver.settle()
     assert driver.reports[other].outcome is RestoreOutcome.LOADED
     driver.check()
+
+
+def test_what_has_come_for_a_turn_outlasts_what_those_in_line_behind_it_go_on_from() -> None:
+    """Else each bring would take the room of the one before it, and nobody's would be of use: each
+    session is back in line as soon as it is answered."""
+    third = list(range(9000, 9000 + 10 * B + 5))
+    driver = with_stored(LONG, OTHER, third, blocks=24)
+    before = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    run = begun(driver, before)
+    brought = driver.arrive([*OTHER, 1], session="s1")
+    driver.settle()
+    assert driver.reports[brought].outcome is RestoreOutcome.LOADED
+    waits = driver.arrive([*third, 1], session="s2")
+    assert waits not in driver.reports and not driver.pending, "there is no room for it yet"
+    finished(driver, run)
+    again = driver.arrive([*LONG, 1, 2, 3], session="s0")
+    assert driver.pending, "the next one in line is brought, in the room of the last one"
+    driver.settle()
+    assert resident(driver, brought) == 10 > resident(driver, again)
+    assert driver.run(brought).restored == 10 * B
 
 
 def test_a_part_that_fails_leaves_what_came_before_it_and_the_rest_is_computed() -> None:

@@ -31,6 +31,7 @@ from ownerserve.cache.outcomes import (
     SlotsReserved,
     Verified,
 )
+from ownerserve.cache.sessions import Awaited
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
@@ -105,12 +106,14 @@ class Walks:
         behind = None if prompt is None else self._cache.residents.behind(*prompt)
         return self._cache.residents.missing_blocks(tokens, behind=behind, held=held, more=more)
 
-    def retain(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
+    def retain(
+        self, turn_id: TurnId, tokens: Packed, now: float, *, awaited: Awaited = Awaited.IN_LINE
+    ) -> None:
         """Ask the cache to keep what of the prompt is resident until the turn is over: it is
         evicted last."""
         prompt = self._prompts.get(turn_id)
         behind = None if prompt is None else self._cache.residents.behind(*prompt)
-        self._cache.residents.retain(turn_id, tokens, now, behind=behind)
+        self._cache.residents.retain(turn_id, tokens, now, behind=behind, awaited=awaited)
 
 
 class Later(msgspec.Struct, frozen=True):
