@@ -5,6 +5,8 @@
                                                            be had from elsewhere is waited for
     --slow-steps                                           each step in which answers are written
                                                            takes a hundredth of a second more
+    --checked                                              node and scheduler check themselves
+                                                           after each event
     --layers                                               each layer of a prompt that is computed
                                                            for a peer is told
 
@@ -63,6 +65,11 @@ def slow_steps(put: Callable[[type, str, Any], object] = setattr) -> None:
 if __name__ == "__main__":
     from ownerserve.cli.main import main
 
+    if "--checked" in sys.argv:
+        from tests.support.kills import checked
+
+        sys.argv.remove("--checked")
+        checked.watch()
     if "--layers" in sys.argv:
         sys.argv.remove("--layers")
         turn_lends.PIECE_BYTES = 1

@@ -53,6 +53,7 @@ from ownerserve.node.vocabulary.events import (
     Kept,
     Locate,
     Located,
+    MoveSlots,
     NotFetched,
     NotKept,
     OperationId,
@@ -262,6 +263,8 @@ class NodeRuntime:
                 case CallOffPrefill(turn_id):
                     if (peers := self._backing.tiers.peers) is not None:
                         peers.call_off(turn_id)
+                case MoveSlots(moves):
+                    self._engine.apply(moves)
                 case Fill():
                     waiting.extend(self.state.handle(self._fill(effect), now))
                 case StoreCopy():

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ownerserve.cache.effects import MoveBorder
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, RestoreAction, Tier
@@ -325,6 +326,13 @@ class Filling(msgspec.Struct, frozen=True):
     slots: tuple[int, ...]
 
 
+class MoveSlots(msgspec.Struct, frozen=True):
+    """Effect: move the border between range blocks and point slots, before anything else is done:
+    what comes needs the room."""
+
+    moves: tuple[MoveBorder, ...]
+
+
 class Fill(msgspec.Struct, frozen=True):
     """Effect: write what was fetched under the same operation into the slots of `fillings`."""
 
@@ -438,6 +446,7 @@ class Forget(msgspec.Struct, frozen=True):
 Effect = (
     FindRecords
     | Fetch
+    | MoveSlots
     | Fill
     | Offer
     | FetchAndFill
