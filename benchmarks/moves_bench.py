@@ -3,9 +3,9 @@ workers behind a gateway: its state brought before the turn is stopped, beside a
 
     python benchmarks/moves_bench.py [--rounds 7] [--tokens 1024 8192 16384]
 
-Three workers of tiny-qwen3 as processes, a thread each, a hundredth of a second more a step: a
-source, and two that it is drained to in turn, of which one brings nothing before. Both take the
-same prompts. The machine's other work counts: compare within a run.
+Three workers of tiny-qwen3 as processes, forked from this one, a thread each, a hundredth of a
+second more a step: a source, and two that it is drained to in turn, of which one brings nothing
+before. Both take the same prompts. The machine's other work counts: compare within a run.
 
 pause       the longest time between two events of the client's stream from the drain on
 before it   the longest until then, with nothing but the answer under way
@@ -15,34 +15,40 @@ bytes       state that came before the stop, of all that came
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import runpy
 import sys
 import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
 
 import httpx
+import torch
+import transformers  # noqa: F401 - workers are forks of this process
 from rich.console import Console
 from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from result import Row, report
-from tests.support.gateway.process import GatewayProcess, gateway_process
 from tests.support.hf.engine_rig import text
-from tests.support.hf.worker_process import WorkerProcess
 from tests.support.waits import until
 
+PRICED = "tests.support.hf.assumed"
 KEPT = ("--host-cache", "1GiB", "--kv-memory", "1GiB", "--dear", "--slow-steps")
 WAYS = {"before the stop": (), "after the stop": ("--state-after",)}
 TOKENS = 240
 DRAINS_AFTER = 60
 """Events of a stream, of which a token each has one."""
-WAIT_S = 600.0
+WAIT_S = 900.0
+FORK = multiprocessing.get_context("fork")
+"""A worker takes seconds of CPU to import torch; forked it takes none."""
 
 
 class Moved(NamedTuple):
@@ -52,6 +58,45 @@ class Moved(NamedTuple):
     undisturbed_ms: float
     ahead_bytes: float
     bytes: float
+
+
+class Member:
+    """`ownerserve GIVEN...`, run as `module`, as a fork of this process."""
+
+    def __init__(self, folder: Path, name: str, given: Sequence[str], *, module: str) -> None:
+        self._ready = folder / f"{name}.ready"
+        args = ([*given, "--ready-file", str(self._ready)], module, folder / f"{name}.log")
+        self._process = FORK.Process(target=_run, args=args)
+        self._process.start()
+
+    def serves(self) -> list[str]:
+        """Return where it serves, once it does."""
+        until(self._ready.exists, within_s=WAIT_S, what=f"{self._ready.stem} serves")
+        return self._ready.read_text().split()
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.join()
+
+
+def _run(given: list[str], module: str, log: Path) -> None:
+    torch.set_num_threads(1)
+    with log.open("w") as said, redirect_stdout(said), redirect_stderr(said):
+        sys.argv = ["ownerserve", *given]
+        runpy.run_module(module, run_name="__main__")
+
+
+class Worker:
+    """A worker that serves at `url`."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.name = url, url.removeprefix("http://")
+
+    def metric(self, start: str) -> float:
+        """The sum of its metrics that begin so."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
 
 
 class Client:
@@ -88,26 +133,36 @@ class Fleet:
     """A gateway, a source and a target by each way."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
-        def begun(name: str, *more: str) -> WorkerProcess:
-            worker = WorkerProcess(folder, name, None, *KEPT, *more)
-            stack.callback(worker.stop)
-            return worker
+        def begun(name: str, *given: str, module: str) -> Member:
+            member = Member(folder, name, given, module=module)
+            stack.callback(member.stop)
+            return member
 
-        self.source = begun("source")
-        self.targets = {way: begun(f"t{n}", *WAYS[way]) for n, way in enumerate(WAYS)}
-        ports = [int(one.url.rpartition(":")[2]) for one in (self.source, *self.targets.values())]
-        self.gateway: GatewayProcess = stack.enter_context(
-            gateway_process(folder, ports, "--receipts", "open")
-        )
+        flags = {"source": (), **WAYS}
+        begin = [
+            begun(
+                f"w{n}", "worker", "--model", "tiny-qwen3", "--port", "0", "--rpc-port", "0",
+                "--worker-id", f"w{n}", "--threads", "1", *KEPT, *more, module=PRICED,
+            )
+            for n, more in enumerate(flags.values())
+        ]  # fmt: skip
+        workers = [Worker(*one.serves()) for one in begin]
+        self.source, self.targets = workers[0], dict(zip(WAYS, workers[1:], strict=True))
+        over = [word for one in workers for word in ("--worker", one.url)]
+        ports = ("--port", "0", "--admin-port", "0", "--receipts", "open")
+        gateway = begun("gateway", "gateway", *ports, *over, module="ownerserve.cli.main")
+        self.data_url, self._admin_url = gateway.serves()
+        for worker in workers:
+            until(lambda worker=worker: self._is_up(worker), within_s=WAIT_S, what="all are up")
 
-    def tell(self, worker: WorkerProcess, what: str) -> None:
+    def tell(self, worker: Worker, what: str) -> None:
         """Drain or undrain a worker, and wait until it is known."""
-        httpx.post(f"{self.gateway.admin_url}/workers/{worker.name}/{what}", timeout=WAIT_S)
+        httpx.post(f"{self._admin_url}/workers/{worker.name}/{what}", timeout=WAIT_S)
         if what == "undrain":
             until(lambda: self._is_up(worker), within_s=WAIT_S, what=f"{worker.name} is up")
 
-    def _is_up(self, worker: WorkerProcess) -> bool:
-        told = httpx.get(f"{self.gateway.admin_url}/workers", timeout=WAIT_S).json()["workers"]
+    def _is_up(self, worker: Worker) -> bool:
+        told = httpx.get(f"{self._admin_url}/workers", timeout=WAIT_S).json()["workers"]
         return any(one["url"] == worker.url and one["up"] for one in told)
 
     def move(self, way: str, prompt: list[int], session: str) -> Moved:
@@ -117,7 +172,7 @@ class Fleet:
             self.tell(one, "drain")
         counted = ("ownerserve_turn_state_bytes_total", "ownerserve_brought_bytes_total")
         before = [target.metric(name) for name in counted]
-        client = Client(f"{self.gateway.data_url}/v1/completions", prompt, session)
+        client = Client(f"{self.data_url}/v1/completions", prompt, session)
         client.wait_for(DRAINS_AFTER)
         self.tell(target, "undrain")
         drained_s = time.perf_counter()

@@ -53,6 +53,9 @@ CASES = [
     Case("ask_tokens", At.ANSWER, "target", is_whole=True),
     Case("ask_tokens", At.ANSWER, "frozen target", is_whole=True),
     Case("ask_tokens", At.ANSWER, "source", is_whole=False),
+    Case("ask_prefix", At.ANSWER, "target", is_whole=True),
+    Case("ask_prefix", At.ANSWER, "frozen target", is_whole=True),
+    Case("ask_prefix", At.ANSWER, "source", is_whole=False),
     Case("stop_turn", At.REQUEST, "target", is_whole=True),
     Case("stop_turn", At.REQUEST, "source", is_whole=False),
     Case("stop_turn", At.ANSWER, "target", is_whole=None),
@@ -66,7 +69,8 @@ CASES = [
     *(Case(tag, at, "gateway", is_whole=False)
       for tag in ("take", "ask_tokens", "stop_turn", "move_turn") for at in At),
 ]  # fmt: skip
-TO_SOURCE = {"ask_tokens", "stop_turn"}
+TO_SOURCE = {"ask_tokens", "ask_prefix", "stop_turn"}
+"""Said by the target to the source: the first two as it brings state, while the turn runs on."""
 IN_CI = [
     Case("ask_tokens", At.ANSWER, "target", is_whole=True),
     Case("stop_turn", At.ANSWER, "target", is_whole=None),
