@@ -47,6 +47,7 @@ TOKENS = 240
 DRAINS_AFTER = 60
 """Events of a stream, of which a token each has one."""
 WAIT_S = 900.0
+ASKS_EVERY_S = 0.5
 FORK = multiprocessing.get_context("fork")
 """A worker takes seconds of CPU to import torch; forked it takes none."""
 
@@ -106,18 +107,22 @@ class Client:
         self.at_s: list[float] = []
         self._has_moved = False
         body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        self._asked = (url, {**body, "stream": True}, {"x-session-id": session})
+        # A session of one turn: none stands idle at a drained worker, to be moved meanwhile.
+        headers = {"x-session-id": session, "x-ownerserve-session-final": "true"}
+        self._asked = (url, {**body, "stream": True}, headers)
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
     def _read(self) -> None:
         url, body, headers = self._asked
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=WAIT_S) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    self.at_s.append(time.perf_counter())
-                elif line.startswith(":") and "x-ownerserve-reason: moved" in line:
-                    self._has_moved = True
+        while not self.at_s:  # a busy worker that is late for its probe has its turn refused
+            with httpx.stream("POST", url, json=body, headers=headers, timeout=WAIT_S) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        self.at_s.append(time.perf_counter())
+                    elif line.startswith(":") and "x-ownerserve-reason: moved" in line:
+                        self._has_moved = True
+            time.sleep(0.0 if self.at_s else ASKS_EVERY_S)
 
     def wait_for(self, events: int) -> None:
         """Return once it has read so many."""
@@ -201,11 +206,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         fleet = Fleet(Path(folder), stack)
         rounds = [(n, tokens) for n in range(options.rounds) for tokens in options.tokens]
-        for number, tokens in track(rounds, console=Console(stderr=True)):
+        told = Console(stderr=True)
+        for number, tokens in track(rounds, console=told):
             prompt = text(tokens, seed=1000 * number + tokens)
             ways = list(WAYS)
             for way in ways if number % 2 else reversed(ways):
                 moved = fleet.move(way, prompt, f"{number}-{tokens}-{way}")
+                told.print(f"{tokens} tokens, state {way}: {moved}")
                 found.setdefault((tokens, way), []).append(moved)
     report("moves_bench", [row for tokens in options.tokens for row in rows(found, tokens)])
 

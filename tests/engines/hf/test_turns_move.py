@@ -20,7 +20,7 @@ from ownerserve.node.transfers.opening import TransferPlace  # noqa: E402
 from tests.support.hf.assumed import DEAR, pass_over, slow_steps  # noqa: E402
 from tests.support.hf.engine_rig import text  # noqa: E402
 from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker  # noqa: E402
-from tests.support.hf.moving_turns import TOKENS, Read, chat  # noqa: E402
+from tests.support.hf.moving_turns import TOKENS, WORDS, Read, chat  # noqa: E402
 from tests.support.hf.owning_fleet import Fleet  # noqa: E402
 from tests.support.waits import until  # noqa: E402
 
@@ -48,9 +48,12 @@ def moves(worker: ServedWorker, way: str, end: str) -> float:
     return worker.metric(f'ownerserve_turn_moves_total{{end="{end}",way="{way}"}}')
 
 
-def ahead(worker: ServedWorker) -> float:
-    """Bytes of state of turns that came before they were stopped."""
-    return worker.metric("ownerserve_turn_state_bytes_total")
+def came(worker: ServedWorker) -> tuple[float, float]:
+    """Bytes of state that came of turns before they were stopped, and for turns that are there."""
+    return (
+        worker.metric("ownerserve_turn_state_bytes_total"),
+        worker.metric("ownerserve_restored_bytes_total"),
+    )
 
 
 class Drained:
@@ -124,20 +127,14 @@ def test_a_streamed_answer_goes_on_where_its_worker_is_drained(drained: Drained)
 
 def test_most_of_its_state_comes_while_it_is_written_on(drained: Drained) -> None:
     """Its client waits for the rest alone: what was sealed since, and less than a block."""
-    body, before = chat(seed=23), [0.0, 0.0]
-
-    def drain(name: str) -> None:
-        (there,) = [one for one in drained.workers if one.name != name]
-        before[:] = ahead(there), there.metric("ownerserve_brought_bytes_total")
-        drained.drain(name)
-
-    read = Read(drained.gateway.http, body, drain, session="ahead")
+    asked = {"role": "user", "content": f"None of them has this. {WORDS}"}
+    body, before = chat(messages=[asked]), {one.name: came(one) for one in drained.workers}
+    read = Read(drained.gateway.http, body, drained.drain, session="ahead")
     there = drained.there
     assert drained.moved == (1, 1)
-    came = ahead(there) - before[0]
-    rest = there.metric("ownerserve_brought_bytes_total") - before[1] - came
-    assert came > 0 and rest < came / 2, (came, rest)
     assert there.metric('ownerserve_turn_states_total{end="brought"}') >= 1
+    ahead, rest = (now - was for now, was in zip(came(there), before[there.name], strict=True))
+    assert ahead > 0 and rest < ahead / 2, (ahead, rest)
     alone = Read(there.http, body)
     assert (read.tokens, read.said, read.finish) == (alone.tokens, alone.said, alone.finish)
 
