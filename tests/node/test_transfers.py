@@ -179,6 +179,39 @@ def test_a_fork_reads_its_parents_prefix_and_a_stranger_nothing(near: Node, far:
     assert not far.transfers.peers.look(wanted(near.address, session_id=SessionId("c" * 32)))
 
 
+def test_of_a_turn_that_runs_what_it_has_sealed_is_read(near: Node, far: Node) -> None:
+    """Of its prompt and of its answer, by the session's name, while it goes on."""
+    turn = near.begin(AGENT, PROMPT[: 6 * B + 1])
+    prefix = wanted(near.address)
+    assert {prefix.records[id_].end for id_ in far.transfers.peers.look(prefix)} == {4, 6}
+    near.writes(turn, PROMPT[6 * B + 1 : 8 * B + 1], at=6 * B + 1)
+    longer = wanted(near.address, tokens=9 * B)  # as a restore that asks later does
+    offered = far.transfers.peers.look(longer)
+    read = far.transfers.peers.read(wants := cells(longer, offered))
+    assert isinstance(read, ReadHit), far.transfers.counts()
+    assert {longer.records[want.id].end for want in wants} == {4, 6, 8}
+    for want, part in zip(wants, read.parts, strict=True):
+        assert bytes(part.data) == near.bytes_of(longer.records[want.id])
+    near.between(lambda: near.cache.finish(turn, 0.0)).result()
+    until(lambda: not len(near.cache.lends))
+
+
+def test_who_asks_beside_a_turn_that_runs_hears_where_the_last_one_ended(near: Node) -> None:
+    """Turns of one session that run at once share what it had before."""
+    near.turn(AGENT, PROMPT[: 5 * B + 1])
+    near.begin(AGENT, PROMPT)
+    said = near.between(lambda: near.lending.prefix(AskPrefix(AGENT, 10 * B))).result()
+    assert isinstance(said, PrefixIs) and said.tokens == 10 * B
+    assert 5 * B in dict(said.ends)
+
+
+def test_a_turn_that_has_sealed_less_than_the_last_one_left_hides_nothing(near: Node) -> None:
+    near.turn(AGENT, PROMPT)
+    near.begin(AGENT, [5] * (2 * B + 1))
+    said = near.between(lambda: near.lending.prefix(AskPrefix(AGENT, 10 * B))).result()
+    assert isinstance(said, PrefixIs) and said.tokens == 10 * B
+
+
 def test_another_prompt_of_the_session_is_offered_nothing(near: Node, far: Node) -> None:
     near.turn(AGENT, [5] * (10 * B + 1))
     assert not far.transfers.peers.look(wanted(near.address))

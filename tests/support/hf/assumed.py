@@ -9,6 +9,8 @@
                                                            after each event
     --layers                                               each layer of a prompt that is computed
                                                            for a peer is told
+    --state-after                                          of a turn that moves here nothing is
+                                                           brought before it is stopped
 
 By its prices a worker keeps a session's state or does not, loads or computes. What busy cores
 measure differs tenfold from one minute to the next, and the cheapest way with it: a test that says
@@ -26,7 +28,7 @@ import msgspec
 
 from ownerserve.node.runtime import node_runtime
 from ownerserve.node.runtime.node_runtime import Calibration
-from ownerserve.node.transfers import turn_lends
+from ownerserve.node.transfers import turn_lends, turn_states
 from ownerserve.plan.cost.events import Observation
 from ownerserve.plan.cost.model import Defaults
 from ownerserve.plan.cost.prices import Coefficients
@@ -73,6 +75,9 @@ if __name__ == "__main__":
     if "--layers" in sys.argv:
         sys.argv.remove("--layers")
         turn_lends.PIECE_BYTES = 1
+    if "--state-after" in sys.argv:
+        sys.argv.remove("--state-after")
+        turn_states.ROUNDS = 0
     if "--slow-steps" in sys.argv:
         sys.argv.remove("--slow-steps")
         slow_steps()

@@ -158,7 +158,10 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         if transfers is not None:
             transfers.move_sessions(cache, steps, restoring.comings)
             transfers.move_turns(
-                steps.movable, partial(check_state, facts=facts, device=runner.device)
+                steps.movable,
+                partial(check_state, facts=facts, device=runner.device),
+                cache=cache,
+                node=restoring.comings,
             )
             names, port = node.state.names, HfPort(runner)
             steps.serve_peers(transfers.compute_for_others(cache, names, steps, layers=port))

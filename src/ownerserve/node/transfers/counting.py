@@ -42,6 +42,9 @@ class TransferCounts(BringCounts, frozen=True, kw_only=True):
     """By `came` and `went`, and how each ended."""
     turn_moves: Mapping[tuple[str, str], int]
     """The same, of turns amid their answers."""
+    turn_states: Mapping[str, int]
+    turn_state_bytes: int
+    """State of these turns that came before they were stopped."""
     replicas: Mapping[str, int]
     replica_bytes: int
     connections: int

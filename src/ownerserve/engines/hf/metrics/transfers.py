@@ -66,6 +66,20 @@ def _moves(counts: TransferCounts) -> Iterator[Metric]:
     for (way, end), count in sorted(counts.turn_moves.items()):
         turns.add_metric([way, end], count)
     yield turns
+    yield _counter(
+        "ownerserve_turn_states",
+        "States of turns that were to move here, which their workers had sealed, by how bringing"
+        " them before the turn was stopped ended: brought, outgrown (the turn grew as fast), late,"
+        " or why nothing came.",
+        labels=["end"],
+        values=counts.turn_states,
+    )
+    ahead = CounterMetricFamily(
+        "ownerserve_turn_state_bytes",
+        "Bytes of state of turns that came here before their workers stopped them.",
+    )
+    ahead.add_metric([], counts.turn_state_bytes)
+    yield ahead
 
 
 def _replicas(counts: TransferCounts) -> Iterator[Metric]:
