@@ -34,6 +34,7 @@ from ownerserve.node.ownership.taking_over import take_over
 from ownerserve.node.runtime.comings import Comings
 from ownerserve.node.transfers.moves import LeavingSessions, Takes
 from ownerserve.node.vocabulary.events import CameIn, Effect
+from tests.support.node.lending_nodes import B
 from tests.support.node.schedules.node import LiveTurn, SimNode, prompt_of
 from tests.support.node.schedules.owning import DRIFT, SimOwnership
 from tests.support.node.schedules.schedule import ANSWER
@@ -128,6 +129,8 @@ class MovingNode(SimNode):
         turn = self.turns[turn_id]
         if isinstance(turn, NamedTurn):
             said = [*turn.prompt.plain(0, turn.prompt.count), *turn.said[:-1]]
+            if len(said) >= B:
+                self.world.finishes(self, turn.name)
             self.ownership.tell(TurnLeft(turn.name, pack(said), before=turn.before))
         super()._over(turn_id)
 

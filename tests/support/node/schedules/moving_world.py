@@ -5,8 +5,9 @@ Frames are lost, doubled, late; workers freeze, are cut off the directory, die, 
 anew; so do gateways; the directory loses its memory, and perhaps its term; clocks go apart; turns
 race, clients hang up. After `HEAL_S` all is well. What must hold:
 
-    always      one may write; versions never go back; who gives a session up owns it, under that
-                epoch and version, and no turn of it is there; each answer is a cold engine's
+    always      one may write; versions never go back, and each turn that an owner has finished is
+                in what it says; who gives a session up owns it, under the epoch and version that it
+                is asked for, and no turn of it is there; each answer is a cold engine's
     at rest     whom a record names owns it; nothing is left of what has ended, at either side
     after that  each session is served; a drained worker is left by all sessions, in time
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -48,6 +49,9 @@ LEFT_S = 12.0
 AGAIN_S = 1.0
 NAMES = ("a", "b", "c")
 
+OneGrant: TypeAlias = tuple[str, SessionId, Epoch]
+"""Whose grant it is, of what, and under which epoch."""
+
 
 class Sent(msgspec.Struct, eq=False):
     """A turn at a worker, and who waits for it."""
@@ -64,13 +68,15 @@ class MovingWorld(Schedule):
     def __init__(self, seed: int, loop: VirtualLoop, retired: RetiredMemory) -> None:
         super().__init__(seed, loop, retired)
         draw = self.draw
-        self.touched: list[MovingNode] = []
+        self._touched: list[MovingNode] = []
         """Nodes that may own since the last look."""
         count = draw.choice((2, 3, 4))
         self.sessions = [SessionId(f"{number:032x}") for number in range(count)]
         self.directory = SimDirectory(self)
         self._versions: dict[SessionId, tuple[int, int]] = {}
-        self._grants: dict[tuple[str, SessionId, Epoch], int] = {}
+        self._grants: dict[OneGrant, int] = {}
+        self._finished: dict[OneGrant, int] = {}
+        """The version that a grant has, by the turns which its owner has finished."""
         self._said: dict[SessionId, list[int]] = {name: [] for name in self.sessions}
         self._wanted: dict[SessionId, list[int]] = {}
         self._sent: dict[TurnId, Sent] = {}
@@ -175,7 +181,7 @@ class MovingWorld(Schedule):
         if not node.is_frozen:
             until_s = self.loop.time() + self.draw.uniform(0.2, 2 * LEASE_S)
             node.frozen_until_s = min(HEAL_S, until_s)
-            self.loop.call_at(node.frozen_until_s, self.touched.append, node)
+            self.loop.call_at(node.frozen_until_s, self.touch, node)
             self.counts["frozen"] += 1
 
     def _order(self) -> None:
@@ -248,7 +254,9 @@ class MovingWorld(Schedule):
         self.require(said == cold(sent.prompt, ANSWER), f"{turn_id} has a wrong answer")
         assert isinstance(self.acting, MovingNode)
         owner = self.acting.ownership.owner_of(sent.session)
-        is_own = owner is not None and owner.unit == self.acting.unit
+        is_own = owner is not None and owner.version is not None
+        if owner is not None and owner.version is not None:
+            self.says(self.acting, sent.session, owner.epoch, owner.version)
         self.counts["answered by its owner" if is_own else "answered by a guest"] += 1
         sent.gateway.soon(0.001, lambda: sent.gateway.answered(sent.receipt, said, owner))
 
@@ -263,10 +271,15 @@ class MovingWorld(Schedule):
 
     # -- what must hold ------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def touch(self, node: MovingNode) -> None:
+        """It may own since now: it is looked at as soon as it has taken in what it was told."""
+        self._touched.append(node)
+        self.loop.call_soon(self._look)
+
+    def _look(self) -> None:
         """One may write."""
-        while self.touched:
-            node = self.touched.pop()
+        while self._touched:
+            node = self._touched.pop()
             for session in self.sessions:
                 if self._may_write(node, session):
                     others = [one for one in self._nodes.values() if one is not node]
@@ -279,11 +292,26 @@ class MovingWorld(Schedule):
             grant = node.ownership.owner.may_serve(session, node.boot_time_s())
         if grant is None:
             return False
-        key = (str(node.unit), session, grant.epoch)
-        before = self._grants.get(key, grant.version)
+        one = (str(node.unit), session, grant.epoch)
+        before = self._grants.get(one, grant.version)
         self.require(grant.version >= before, f"{node.name} goes back to {grant} from {before}")
-        self._grants[key] = grant.version
+        self._grants[one] = grant.version
         return True
+
+    def finishes(self, node: MovingNode, session: SessionId) -> None:
+        """A turn that leaves a block ends at a node: where that owns the session, it counts from
+        now on."""
+        grant = node.ownership.owner.may_serve(session, node.boot_time_s())
+        if grant is not None:
+            one = (str(node.unit), session, grant.epoch)
+            self._finished[one] = max(self._finished.get(one, 0), grant.version) + 1
+
+    def says(self, node: MovingNode, session: SessionId, epoch: Epoch, version: int) -> None:
+        """An owner says its version: all that it has finished counts, and what it has said."""
+        one = (str(node.unit), session, epoch)
+        before = self._finished.get(one, 0)
+        self.require(version >= before, f"{node.name} says {session}:{version}, after {before}")
+        self._finished[one] = version
 
     def look_at_records(self) -> None:
         """Versions never go back, while the directory remembers."""
@@ -311,8 +339,8 @@ class MovingWorld(Schedule):
         ]
 
     def _look_at_rest(self) -> None:
-        self.touched += self._nodes.values()
-        self.look()
+        self._touched += self._nodes.values()
+        self._look()
         for gateway in self.gateways:
             self.require(not gateway.ordered, "an ordered move does not end")
         for node in self._nodes.values():
