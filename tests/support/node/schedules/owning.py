@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 LEASE_S = 4.0
 ASKED_S = 1.0
 """So long a node waits for the directory's answer to a frame."""
+SLOW_S = 0.7
+"""So late come the answers to a node that is about to be cut off."""
 ASKED_FOR_S = 2 * LEASE_S
 LOOK_S = LEASE_S / 4
 """How often an idle one looks whether something is due; a switch of threads is dear."""
@@ -112,7 +114,12 @@ class SimDirectoryLine:
         network = node.world.network
 
         def answer(outcomes: list[Outcome]) -> None:
-            network.send(lambda: None if answered.done() else answered.set_result(outcomes))
+            late_s = SLOW_S if node.is_slow else 0.0
+            node.world.loop.call_later(late_s, network.send, lambda: hear(outcomes))
+
+        def hear(outcomes: list[Outcome]) -> None:
+            if not answered.done():
+                answered.set_result(outcomes)
 
         def ask() -> None:
             if not node.is_apart:
