@@ -73,8 +73,8 @@ POLICIES = ("ownerserve", "ear", "sticky", "least_load")
 
 class Call(msgspec.Struct, eq=False):
     """A turn on its way, and the life that it was sent to; `told` is what its client has of the
-    answer, of so many `tokens`, `target` where it was ordered to go on. A leg at the target has an
-    id of its own."""
+    answer, which is to be a cold engine's; `target` where it was ordered to go on. A leg at the
+    target has an id of its own."""
 
     session: SessionId
     prompt: list[int]
@@ -82,7 +82,7 @@ class Call(msgspec.Struct, eq=False):
     unit: RoutingUnit
     heard_s: float
     name: TurnId
-    tokens: int
+    answer: list[int]
     told: list[int] = []
     begins: int = 0
     target: RoutingUnit | None = None
@@ -197,11 +197,11 @@ class Gateway:
 
     def _arrive(self, session: SessionId, prompt: list[int]) -> None:
         if self.world.is_wanted(session, prompt):
-            tokens = self.world.tokens_of(session)
-            self._go(session, prompt, tokens, Arrive(session, BYTES_A_TOKEN * len(prompt)))
+            answer = self.world.answer_to(session)
+            self._go(session, prompt, answer, Arrive(session, BYTES_A_TOKEN * len(prompt)))
 
     def _go(
-        self, session: SessionId, prompt: list[int], tokens: int, event: Arrive | Failed
+        self, session: SessionId, prompt: list[int], answer: list[int], event: Arrive | Failed
     ) -> None:
         outcome = cast("Dispatch | Refuse", self._handle(event))
         if not isinstance(outcome, Dispatch):
@@ -209,12 +209,15 @@ class Gateway:
         node = cast("MovingNode | None", self.world.at(outcome.worker))
         unit = self.state.fleet[outcome.worker].unit
         if node is None or node.unit != unit:
-            return self._go(session, prompt, tokens, Failed(outcome.receipt, Failure.CONNECT))
+            return self._go(session, prompt, answer, Failed(outcome.receipt, Failure.CONNECT))
         turn_id = self.world.new_turn()
-        call = Call(session, prompt, turn_id, node.unit, self.now(), turn_id, tokens)
+        call = Call(session, prompt, turn_id, node.unit, self.now(), turn_id, answer)
         leg = self._leg(call, self.lines.lender_of(outcome.decision, self.worker_names))
         self._send(
-            outcome.receipt, call, node, lambda: node.serve(turn_id, prompt, leg, answer=tokens)
+            outcome.receipt,
+            call,
+            node,
+            lambda: node.serve(turn_id, prompt, leg, answer=len(answer)),
         )
         return None
 
@@ -332,7 +335,7 @@ class Gateway:
     def _failed(self, receipt: Receipt, failure: Failure) -> None:
         call = self._calls.pop(receipt, None)
         if call is not None:
-            self._go(call.session, call.prompt, call.tokens, Failed(receipt, failure))
+            self._go(call.session, call.prompt, call.answer, Failed(receipt, failure))
 
     def _look_up(self, session: SessionId) -> None:
         def said(outcomes: list[Any]) -> None:

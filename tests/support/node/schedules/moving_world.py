@@ -58,20 +58,18 @@ OneGrant: TypeAlias = tuple[str, SessionId, Epoch]
 
 
 class Sent(msgspec.Struct, eq=False):
-    """A turn at a worker, or what is left of one, and who waits for it; `answer` is a cold
-    engine's."""
+    """A turn at a worker, or what is left of one, and who waits for it."""
 
     call: Call
     gateway: Gateway
     receipt: Receipt
-    answer: list[int]
 
 
 class Wanted(msgspec.Struct, eq=False):
-    """What a client asks for, until it has an answer of so many tokens."""
+    """What a client asks for, until it has the answer, which is to be a cold engine's."""
 
     prompt: list[int]
-    tokens: int
+    answer: list[int]
 
 
 class MovingWorld(Schedule):
@@ -261,10 +259,11 @@ class MovingWorld(Schedule):
             return
         before = self._said[session]
         new = self.text(self.draw.randint(B // 2, 3 * B))
-        answer = self.draw.choice((ANSWER, ANSWER, LONG))
-        if len(before) + len(new) + answer > self.longest:
+        tokens = self.draw.choice((ANSWER, ANSWER, LONG))
+        if len(before) + len(new) + tokens > self.longest:
             before = before[: self.draw.choice((0, B, 2 * B + 3))]
-        self._wanted[session] = Wanted([*before, *new], answer)
+        prompt = [*before, *new]
+        self._wanted[session] = Wanted(prompt, cold(prompt, tokens))
         self._try(session, self._wanted[session])
 
     def _try(self, session: SessionId, wanted: Wanted) -> None:
@@ -276,9 +275,9 @@ class MovingWorld(Schedule):
         wanted = self._wanted.get(session)
         return wanted is not None and wanted.prompt is prompt
 
-    def tokens_of(self, session: SessionId) -> int:
-        """How long the answer is to be that its client waits for."""
-        return self._wanted[session].tokens
+    def answer_to(self, session: SessionId) -> list[int]:
+        """What a cold engine would answer to the turn that its client waits for."""
+        return self._wanted[session].answer
 
     def new_turn(self) -> TurnId:
         self._turns += 1
@@ -286,13 +285,13 @@ class MovingWorld(Schedule):
 
     def sent(self, turn_id: TurnId, call: Call, gateway: Gateway, receipt: Receipt) -> None:
         """A worker has taken the turn in, or goes on with it."""
-        self._sent[turn_id] = Sent(call, gateway, receipt, cold(call.prompt, call.tokens))
+        self._sent[turn_id] = Sent(call, gateway, receipt)
 
     def spoke(self, turn_id: TurnId, at: int, token: int) -> None:
         """A worker says a token of an answer, and more is to come."""
         sent = self._sent.get(turn_id)
         if sent is not None:
-            self.require(sent.answer[at] == token, f"{turn_id} has a wrong answer")
+            self.require(sent.call.answer[at] == token, f"{turn_id} has a wrong answer")
             sent.gateway.soon(0.001, lambda: sent.gateway.heard(sent.receipt, at, token))
 
     def moved_on(self, turn_id: TurnId, tokens: int) -> None:
@@ -307,7 +306,7 @@ class MovingWorld(Schedule):
         sent = self._sent.pop(turn_id, None)
         if sent is None:
             return
-        answer, session = sent.answer, sent.call.session
+        answer, session = sent.call.answer, sent.call.session
         self.require(said == answer[-len(said) :], f"{turn_id} has a wrong answer")
         assert isinstance(self.acting, MovingNode)
         owner = self.acting.ownership.owner_of(session)
@@ -322,9 +321,8 @@ class MovingWorld(Schedule):
     def done(self, session: SessionId, prompt: list[int], said: list[int]) -> None:
         """A client has its answer."""
         if self.is_wanted(session, prompt):
-            whole = cold(prompt, self.tokens_of(session))
-            self.require(said == whole, f"{session}: {said} is said, and not {whole}")
-            del self._wanted[session]
+            answer = self._wanted.pop(session).answer
+            self.require(said == answer, f"{session}: {said} is said, and not {answer}")
             self._said[session] = [*prompt, *said]
 
     def failed(self, turn_id: TurnId) -> None:
