@@ -8,7 +8,7 @@ not    what `StepLoop` does of it: written here anew, without a model
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,8 @@ class MovingNode(SimNode):
         self.gave_up: set[SessionId] = set()
         """Sessions that went elsewhere, and of which no turn came since."""
         self._going: set[SessionId] = set()
+        self._waiting: dict[Future[Any], None] = {}
+        """What is to be done between two steps: tasks wait for it, which end with this life."""
         self.ownership = SimOwnership(self)
         self._admission = Admission(self.cache.sessions)
         self._comings = Comings(self.handle)
@@ -108,8 +110,14 @@ class MovingNode(SimNode):
     def kill(self) -> None:
         super().kill()
         self.ownership.stop()
-        for taking in list(self._taking):
-            taking.cancel()
+        for pending in (*self._taking, *self._waiting):
+            pending.cancel()
+
+    def between(self, work: Callable[[], Any]) -> Future[Any]:
+        done = super().between(work)
+        self._waiting[done] = None
+        done.add_done_callback(self._waiting.pop)
+        return done
 
     # -- turns ---------------------------------------------------------------------------------
 
