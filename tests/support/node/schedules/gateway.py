@@ -86,6 +86,7 @@ class Call(msgspec.Struct, eq=False):
     told: list[int] = []
     begins: int = 0
     target: RoutingUnit | None = None
+    is_refused: bool = False
 
 
 class _Rollout:
@@ -284,15 +285,23 @@ class Gateway:
         if call is None:
             return
         self.world.require(tokens == len(call.told), f"{call.name}: {tokens}, not {call.told}")
-        self.world.require(call.target is not None, f"{call.name} moves, and that was refused")
-        assert call.target is not None
+        assert call.target is not None, "nobody ordered it"
+        there = self.world.at(call.target.worker)  # another life refuses what this one did
+        is_same = there is not None and there.unit == call.target
+        self.world.require(not (call.is_refused and is_same), f"{call.name} moves all the same")
         outcome = self._handle(MovedOn(receipt, call.target))
         if not isinstance(outcome, Dispatch):
             self.world.counts["turns lost"] += 1
             return
         turn_id = self.world.new_turn()
         leg_call = msgspec.structs.replace(
-            call, turn_id=turn_id, unit=call.target, heard_s=self.now(), begins=tokens, target=None
+            call,
+            turn_id=turn_id,
+            unit=call.target,
+            heard_s=self.now(),
+            begins=tokens,
+            target=None,
+            is_refused=False,
         )
         node = cast("MovingNode | None", self.world.at(outcome.worker))
         if node is None or node.unit != call.target:
@@ -383,8 +392,7 @@ class Gateway:
             said = await line.ask(Take(call.session, source, call.name, reached), TURN_S)
             reason = said.reason.value if isinstance(said, Reject) else type(said).__name__
             self.world.counts[f"turn ordered: {reason}"] += 1
-            if isinstance(said, Reject):  # it may be ordered again
-                call.target = None
+            call.is_refused = isinstance(said, Reject)
 
         self._keep(move())
 
