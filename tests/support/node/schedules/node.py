@@ -342,7 +342,8 @@ class SimNode:
     def _announce(self, plan: StepPlan) -> None:
         for one in plan.admitted:
             self.prefills.began(one.turn_id, max(one.restored, one.floor))
-            self.turns[one.turn_id].restored = one.restored
+            if not one.again:
+                self.turns[one.turn_id].restored = one.restored
         for request_id in plan.failed:
             turn_id = TurnId(request_id)
             del self.turns[turn_id]
