@@ -36,6 +36,7 @@ MESSAGES = (
     "ownerserve.node.admission",
     "ownerserve.node.vocabulary.events",
     "ownerserve.router.messages",
+    "ownerserve.transfer.control.events",
     "ownerserve.transfer.control.messages",
 )
 

@@ -837,6 +837,8 @@ CUT_BY_HAND: dict[str, str] = {
     "::test_each_session_goes_on_with_its_state_as_one_worker_after_the_other_leaves",
     "status lends": "gateway/test_worker_statements.py"
     "::test_state_is_brought_from_what_its_holder_lends_alone",
+    "status frees_prompts": "engines/hf/test_prefill_both_legs.py"
+    "::test_what_was_computed_is_the_next_prompt_s_or_is_free_at_once",
     "status role": _PRICED,
     "status unit": _PRICED,
     "answer load": f"{_EDGES}::test_stamps_are_the_workers_load_also_when_it_idles",

@@ -47,6 +47,15 @@ CASES = [
     Case("take", At.REQUEST, "target", is_whole=True),
     Case("take", At.REQUEST, "source", is_whole=False),
     Case("take", At.ANSWER, "target", is_whole=None),
+    Case("ask_tokens", At.REQUEST, "target", is_whole=True),
+    Case("ask_tokens", At.REQUEST, "frozen target", is_whole=True),
+    Case("ask_tokens", At.REQUEST, "source", is_whole=False),
+    Case("ask_tokens", At.ANSWER, "target", is_whole=True),
+    Case("ask_tokens", At.ANSWER, "frozen target", is_whole=True),
+    Case("ask_tokens", At.ANSWER, "source", is_whole=False),
+    Case("ask_prefix", At.ANSWER, "target", is_whole=True),
+    Case("ask_prefix", At.ANSWER, "frozen target", is_whole=True),
+    Case("ask_prefix", At.ANSWER, "source", is_whole=False),
     Case("stop_turn", At.REQUEST, "target", is_whole=True),
     Case("stop_turn", At.REQUEST, "source", is_whole=False),
     Case("stop_turn", At.ANSWER, "target", is_whole=None),
@@ -58,9 +67,12 @@ CASES = [
     Case("move_turn", At.ANSWER, "frozen target", is_whole=True),
     Case("move_turn", At.ANSWER, "source", is_whole=False),
     *(Case(tag, at, "gateway", is_whole=False)
-      for tag in ("take", "stop_turn", "move_turn") for at in At),
+      for tag in ("take", "ask_tokens", "stop_turn", "move_turn") for at in At),
 ]  # fmt: skip
+TO_SOURCE = {"ask_tokens", "ask_prefix", "stop_turn"}
+"""Said by the target to the source: the first two as it brings state, while the turn runs on."""
 IN_CI = [
+    Case("ask_tokens", At.ANSWER, "target", is_whole=True),
     Case("stop_turn", At.ANSWER, "target", is_whole=None),
     Case("move_turn", At.REQUEST, "frozen target", is_whole=True),
     Case("move_turn", At.ANSWER, "target", is_whole=True),
@@ -135,7 +147,7 @@ def test_one_worker_goes_on_or_the_client_hears_that_nobody_does(case: Case, fle
     members = {"source": source, "target": target, "gateway": fleet.members["gateway"]}
     victim = members[case.victim.removeprefix("frozen ")]
     act = victim.freeze if case.victim.startswith("frozen") else victim.kill
-    lane = Lane("gateway", (source if case.tag == "stop_turn" else target).name)
+    lane = Lane("gateway", (source if case.tag in TO_SOURCE else target).name)
     fleet.wires.trap = trap = Trap(case.tag, case.at, act, lane=lane)
     try:
         fleet.drain(source.name)

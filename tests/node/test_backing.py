@@ -292,7 +292,12 @@ class WaitingPeers:
         self.may.acquire()
         return ReadMiss(MissReason.ABSENT, b"")
 
-    def expect(self, parts: Sequence[Sequence[Want]]) -> None: ...
+    def expect(
+        self,
+        wants: Sequence[Want],
+        turn_id: TurnId,
+        computed: Sequence[Sequence[Want]],
+    ) -> None: ...
 
     def give_up(self, wants: Sequence[Want]) -> None: ...
 

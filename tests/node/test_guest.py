@@ -8,6 +8,7 @@ from itertools import count
 import msgspec
 import pytest
 
+from ownerserve.cache.effects import MoveBorder
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import (
     Arrival,
@@ -15,6 +16,7 @@ from ownerserve.cache.outcomes import (
     CacheRefused,
     Inserted,
     Match,
+    NoRoom,
     Replay,
     RestorablePoint,
     Restore,
@@ -117,6 +119,9 @@ class EngineBlocks:
 
     def shortage(self, blocks: int) -> None:
         """The engine does not say."""
+
+    def give_way(self, short: NoRoom) -> tuple[MoveBorder, ...]:
+        return ()
 
     def reserve(self, turn_id: TurnId, arrival: Arrival, now: float) -> SlotsReserved | Later:
         if not self.has_blocks:

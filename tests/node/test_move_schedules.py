@@ -1,5 +1,6 @@
-"""Seeded schedules of sessions that move between workers, under a clock of their own: one may
-write, versions never go back, no session is lost, and nothing is left of a move that has ended.
+"""Seeded schedules of sessions that move between workers, and of turns that move amid their
+answers, under a clock of their own: one may write, versions never go back, no session is lost, each
+token of an answer comes once, and nothing is left of a move that has ended.
 tests/support/node/schedules/moving_world.py says what happens in them, and what must hold.
 
 Two hundred here; more, or a range, by hand:
@@ -35,15 +36,18 @@ def test_a_schedule_is_the_same_each_time() -> None:
 
 
 def test_schedules_are_no_idle_talk() -> None:
-    """Sessions move, at gateways' word and by hand, and stay for each reason; all goes wrong that
-    may."""
+    """Sessions move, at gateways' word and by hand, and stay for each reason; turns move amid their
+    answers; all goes wrong that may."""
     counts = sum((play(seed) for seed in range(16)), Counter[str]())
     assert counts["answered by its owner"] > 50 and counts["answered by a guest"] > 50, counts
     assert counts["take taken"] > 20 and counts["installed"] > 10, counts
     assert counts["move taken"] > 5 and counts["sessions to leave"] > 5, counts
     for end in ("no_answer", "not_brought", "not_owner", "session_is_moving", "stale_epoch"):
         assert counts[f"take {end}"], counts
-    for fault in ("frozen", "killed", "left", "apart", "gateways killed", "directories"):
+    assert counts["turns moved"] > 10 and counts["answered where it went on"] > 10, counts
+    for end in ("TurnSent", "unknown_turn"):
+        assert counts[f"turn ordered: {end}"], counts
+    for fault in ("frozen", "killed", "left", "apart", "gateways killed", "directories", "crowds"):
         assert counts[fault], counts
 
 

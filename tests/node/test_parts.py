@@ -5,10 +5,18 @@ from __future__ import annotations
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RestoreAction, RoutingUnit
-from ownerserve.kv.prefix import pack
+from ownerserve.kv.prefix import TOKEN_BYTES, pack
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.vocabulary.chains import prefix_of
-from ownerserve.node.vocabulary.events import Fetch, RestoreOutcome, SessionComing, Tick, TurnGone
+from ownerserve.node.vocabulary.events import (
+    Fetch,
+    RestoreOutcome,
+    SessionComing,
+    Tick,
+    TurnArrived,
+    TurnEnded,
+    TurnGone,
+)
 from ownerserve.node.vocabulary.settings import NodeSettings
 from ownerserve.plan.cost.prices import Prices
 from ownerserve.plan.inputs import RestoreQuery
@@ -25,9 +33,14 @@ LONG = list(range(10 * B + 5))
 OTHER = list(range(5000, 5000 + 10 * B + 5))
 
 
-def with_stored(*prompts: list[int], blocks: int, settings: NodeSettings = IN_PARTS) -> NodeDriver:
+def with_stored(
+    *prompts: list[int],
+    blocks: int,
+    settings: NodeSettings = IN_PARTS,
+    least_points: int | None = None,
+) -> NodeDriver:
     """A node whose store has the sessions of these prompts, and whose device has nothing."""
-    driver = NodeDriver(blocks=max(blocks, 16), settings=settings)
+    driver = NodeDriver(blocks=max(blocks, 16), settings=settings, least_points=least_points)
     for n, tokens in enumerate(prompts):
         driver.turn(tokens, session=f"s{n}")
         driver.idle()
@@ -45,6 +58,24 @@ def running(driver: NodeDriver, blocks: int) -> TurnId:
     assert isinstance(driver.cache.begin(Turn(blocker, None, event.tokens), driver.now), Begun)
     assert driver.cache.reserve(blocker, blocks * B, driver.now) == ()
     return blocker
+
+
+def begun(driver: NodeDriver, turn: TurnId) -> TurnArrived:
+    """A turn that was started runs, and goes on from what has come."""
+    driver.started.remove(turn)
+    event = driver.waiting.pop(turn)
+    opened = Turn(turn, event.session_id, event.tokens)
+    assert isinstance(driver.cache.begin(opened, driver.now), Begun)
+    assert driver.cache.reserve(turn, len(event.tokens) // TOKEN_BYTES, driver.now) == ()
+    return event
+
+
+def finished(driver: NodeDriver, event: TurnArrived) -> None:
+    """It has ended, with its prompt alone."""
+    count, at = len(event.tokens) // TOKEN_BYTES, 10 * B
+    driver.cache.advance(event.turn_id, event.tokens[at * TOKEN_BYTES :], driver.now)
+    driver.cache.finish(event.turn_id, driver.now, tip=None)
+    driver.handle(TurnEnded(event.turn_id, at, count, count))
 
 
 def idle(driver: NodeDriver, blocks: int) -> None:
@@ -117,6 +148,44 @@ def test_whole_is_one_part() -> None:
     driver.arrive([*LONG, 1], session="s0")
     answer_next(driver)
     assert reserved(driver) == 10
+
+
+def test_point_slots_give_way_to_parts_which_were_let_on_into_their_room() -> None:
+    driver = with_stored(LONG, OTHER, blocks=16, least_points=2)
+    running(driver, 14)
+    levels = driver.cache.occupancy
+    assert levels.blocks.free + levels.evictable_blocks() < PART < levels.obtainable_blocks()
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    assert resident(driver, turn) == 10 and levels.blocks.capacity > 16
+    driver.check()
+    other = driver.arrive([*OTHER, 1], session="s1")  # in line behind it, in what it leaves
+    assert driver.run(turn).restored == 10 * B
+    driver.settle()
+    assert driver.reports[other].outcome is RestoreOutcome.LOADED
+    driver.check()
+
+
+def test_what_has_come_for_a_turn_outlasts_what_those_in_line_behind_it_go_on_from() -> None:
+    """Else each bring would take the room of the one before it, and nobody's would be of use: each
+    session is back in line as soon as it is answered."""
+    third = list(range(9000, 9000 + 10 * B + 5))
+    driver = with_stored(LONG, OTHER, third, blocks=24)
+    before = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    run = begun(driver, before)
+    brought = driver.arrive([*OTHER, 1], session="s1")
+    driver.settle()
+    assert driver.reports[brought].outcome is RestoreOutcome.LOADED
+    waits = driver.arrive([*third, 1], session="s2")
+    assert waits not in driver.reports and not driver.pending, "there is no room for it yet"
+    finished(driver, run)
+    again = driver.arrive([*LONG, 1, 2, 3], session="s0")
+    assert driver.pending, "the next one in line is brought, in the room of the last one"
+    driver.settle()
+    assert resident(driver, brought) == 10 > resident(driver, again)
+    assert driver.run(brought).restored == 10 * B
 
 
 def test_a_part_that_fails_leaves_what_came_before_it_and_the_rest_is_computed() -> None:

@@ -291,7 +291,7 @@ def expected_parts(d: Node, prefix: PeerPrefix) -> list[list[Want]]:
     """What a restore in parts reads: a cell each, the point with the last one."""
     [first, second, *rest] = cells(prefix, d.transfers.peers.look(prefix))
     parts = [[first], [second], rest]
-    d.transfers.peers.expect(parts)
+    d.transfers.peers.expect(parts[0], prefix.turn_id, parts)
     return parts
 
 
@@ -332,6 +332,32 @@ def test_between_two_parts_a_prompt_may_be_given_up(
     until(lambda: not len(p.node.cache.lends), within_s=60, what="the lend is returned")
     assert d.transfers.counts().brings == {"stopped": 1}
     assert isinstance(d.transfers.peers.read(parts[1]), ReadMiss), "nobody brings it any more"
+
+
+@pytest.mark.parametrize("goes", [0, 1])
+@pytest.mark.parametrize("is_in_parts", [True, False])
+def test_of_two_turns_with_one_prompt_the_one_that_stays_has_it_though_the_other_goes(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor, is_in_parts: bool, goes: int
+) -> None:
+    """Each has ordered it for itself; one read serves both, by the order of either."""
+    peers, wants = d.transfers.peers, list[Want]()
+    turns = [ordered(p.node.address, turn_id=TurnId(name)) for name in ("first", "second")]
+    for prefix in turns:
+        wants = cells(prefix, peers.look(prefix))
+    if is_in_parts:
+        wants, _ = (expected_parts(d, prefix)[0] for prefix in turns)
+    gone, stays = list(p.prompts)[goes], turns[1 - goes]
+    reading = threads.submit(peers.read, wants)
+    peers.call_off(turns[goes].turn_id)
+    until(lambda: p.aborted == [gone], within_s=60, what="that one's order is called off")
+    del p.prompts[gone]
+    p.begin()
+    is_lent(p)
+    p.step(0, BLOCKS)
+    outcome = reading.result(60)
+    assert isinstance(outcome, ReadHit), d.transfers.counts()
+    assert len(outcome.parts) == len(wants)
+    peers.call_off(stays.turn_id)
 
 
 def test_a_prompt_that_is_computed_already_is_read_as_well(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ownerserve.cache.effects import MoveBorder
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import SessionId, TurnId
@@ -103,6 +104,8 @@ class _Slots:
 
     def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
         assert len(data) == 32 * len(slots)
+
+    def apply(self, effects: Sequence[MoveBorder]) -> None: ...
 
     def regions(self) -> tuple[Region, ...]:
         return ()

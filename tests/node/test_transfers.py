@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
 
+import msgspec
 import pytest
 
 from ownerserve.kv.errors import InvalidInput
@@ -19,12 +20,14 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import pack
 from ownerserve.kv.units import MIB
 from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     AskLender,
     AskPrefix,
     LenderSays,
     Nonce,
     PrefixIs,
+    Reject,
     RpcAnswer,
     RpcRequest,
 )
@@ -37,7 +40,13 @@ from ownerserve.node.transfers.opening import TransferPlace
 from ownerserve.node.vocabulary.events import PeerRecord, PrefillOrder
 from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss, Want
 from ownerserve.store.tiers.backend import Reservation
-from ownerserve.transfer.control.events import BringEnd, LendOpened, OpenLend, WantedArtifact
+from ownerserve.transfer.control.events import (
+    BringEnd,
+    BringOver,
+    LendOpened,
+    OpenLend,
+    WantedArtifact,
+)
 from ownerserve.transfer.control.messages import Lend, Lent, LentRank, ReaderRank
 from ownerserve.transfer.vocabulary import FramePiece
 from tests.support.node.lending_nodes import (
@@ -136,6 +145,23 @@ def test_what_is_brought_beside_what_is_here_is_given_up_with_it(near: Node, far
         backing.close()
 
 
+def test_a_read_that_is_given_up_before_it_comes_to_peers_brings_nothing(
+    near: Node, far: Node
+) -> None:
+    """It waits on its thread for a disk, or for its turn: nobody is told that it goes on."""
+    near.turn(AGENT, PROMPT)
+    prefix, peers = wanted(near.address), far.transfers.peers
+    wants = cells(prefix, peers.look(prefix))
+    peers.expect(wants)
+    peers.give_up(wants)
+    read = peers.read(wants)
+    assert isinstance(read, ReadMiss) and read.reason is MissReason.CANCELLED
+    assert not far.transfers.counts().brings and not near.transfers.counts().lends
+    peers.give_up(wants)  # and one whose read never begins
+    peers.expect(wants)  # another turn wants the same
+    assert isinstance(peers.read(wants), ReadHit)
+
+
 def test_a_road_that_is_not_open_gives_way_to_the_next(near: Node, far: Node) -> None:
     near.turn(AGENT, PROMPT)
     prefix = wanted(near.address)
@@ -151,6 +177,39 @@ def test_a_fork_reads_its_parents_prefix_and_a_stranger_nothing(near: Node, far:
     fork = wanted(near.address, session_id=SessionId("b" * 32), parent=AGENT)
     assert len(far.transfers.peers.look(fork)) == 4
     assert not far.transfers.peers.look(wanted(near.address, session_id=SessionId("c" * 32)))
+
+
+def test_of_a_turn_that_runs_what_it_has_sealed_is_read(near: Node, far: Node) -> None:
+    """Of its prompt and of its answer, by the session's name, while it goes on."""
+    turn = near.begin(AGENT, PROMPT[: 6 * B + 1])
+    prefix = wanted(near.address)
+    assert {prefix.records[id_].end for id_ in far.transfers.peers.look(prefix)} == {4, 6}
+    near.writes(turn, PROMPT[6 * B + 1 : 8 * B + 1], at=6 * B + 1)
+    longer = wanted(near.address, tokens=9 * B)  # as a restore that asks later does
+    offered = far.transfers.peers.look(longer)
+    read = far.transfers.peers.read(wants := cells(longer, offered))
+    assert isinstance(read, ReadHit), far.transfers.counts()
+    assert {longer.records[want.id].end for want in wants} == {4, 6, 8}
+    for want, part in zip(wants, read.parts, strict=True):
+        assert bytes(part.data) == near.bytes_of(longer.records[want.id])
+    near.between(lambda: near.cache.finish(turn, 0.0)).result()
+    until(lambda: not len(near.cache.lends))
+
+
+def test_who_asks_beside_a_turn_that_runs_hears_where_the_last_one_ended(near: Node) -> None:
+    """Turns of one session that run at once share what it had before."""
+    near.turn(AGENT, PROMPT[: 5 * B + 1])
+    near.begin(AGENT, PROMPT)
+    said = near.between(lambda: near.lending.prefix(AskPrefix(AGENT, 10 * B))).result()
+    assert isinstance(said, PrefixIs) and said.tokens == 10 * B
+    assert 5 * B in dict(said.ends)
+
+
+def test_a_turn_that_has_sealed_less_than_the_last_one_left_hides_nothing(near: Node) -> None:
+    near.turn(AGENT, PROMPT)
+    near.begin(AGENT, [5] * (2 * B + 1))
+    said = near.between(lambda: near.lending.prefix(AskPrefix(AGENT, 10 * B))).result()
+    assert isinstance(said, PrefixIs) and said.tokens == 10 * B
 
 
 def test_another_prompt_of_the_session_is_offered_nothing(near: Node, far: Node) -> None:
@@ -197,41 +256,71 @@ def test_nothing_stays_open_to_a_workers_former_lives(far: Node) -> None:
     assert open_then[-1] <= open_then[0] + 2, open_then
 
 
-def test_who_has_begun_anew_is_waited_for_no_longer(far: Node) -> None:
-    """A worker lends, and says nothing more. Its next life is met: what waits for the former one
-    ends as gone, and not after the seconds that a silent peer has."""
-    more = Event()
+class SilentLender:
+    """A worker that lends, and says nothing more: `more` is set once it is asked for more."""
 
-    def answer(request: RpcRequest) -> Future[RpcAnswer]:
+    def __init__(self) -> None:
+        self.more = Event()
+        self.rpc = RpcServer()
+        self.rpc.start(self._answer)
+
+    def _answer(self, request: RpcRequest) -> Future[RpcAnswer]:
         said: Future[RpcAnswer] = Future()
         if isinstance(request, AskPrefix):
             said.set_result(PrefixIs(0))
         elif isinstance(request, AskLender) and isinstance(decode_question(request.frame), Lend):
-            lent = Lent(7, (LentRank(0, 0, "127.0.0.1:9"),))
+            lent = Lent(7, (LentRank(0, "127.0.0.1:9"),))
             said.set_result(LenderSays(encode_message(lent), b""))
         else:
-            more.set()
+            self.more.set()
         return said
 
-    silent, hint = RpcServer(), SessionHint(AGENT, None, 10 * B)
-    silent.start(answer)
-    former, next_one = (RoutingUnit(WorkerId("near"), 0, Incarnation(life)) for life in (1, 2))
-    piece = FramePiece(bytes(32), 0, 4, 0, LAYERS)
-    wanted_part = (WantedArtifact("dense", piece, 4 * SECTIONS["dense"].payload_bytes),)
-    service = far.transfers.service
-    try:
-        bring = service.bring(
-            (wanted_part,),
-            LenderAddress(former, silent.address),
-            hint,
-            landed=lambda part, landing: None,
-            compute_ms=1e6,
+    def address(self, rank: int, life: int) -> LenderAddress:
+        """Where a life of a data-parallel rank of it is reached."""
+        return LenderAddress(
+            RoutingUnit(WorkerId("near"), rank, Incarnation(life)), self.rpc.address
         )
-        assert more.wait(WAIT_S)
-        service.look(LenderAddress(next_one, silent.address), hint, compute_ms=1e6)
-        assert bring.result(WAIT_S).end is BringEnd.GONE
-    finally:
-        silent.stop()
+
+
+@pytest.fixture
+def silent() -> Iterator[SilentLender]:
+    lender = SilentLender()
+    yield lender
+    lender.rpc.stop()
+
+
+HINT = SessionHint(AGENT, None, 10 * B)
+WANTED_PART = (
+    WantedArtifact(
+        "dense", FramePiece(bytes(32), 0, 4, 0, LAYERS), 4 * SECTIONS["dense"].payload_bytes
+    ),
+)
+
+
+def bring(far: Node, lender: LenderAddress) -> Future[BringOver]:
+    """A bring that may take as long as it likes."""
+    return far.transfers.service.bring(
+        (WANTED_PART,), lender, HINT, landed=lambda part, landing: None, compute_ms=1e6
+    )
+
+
+def test_who_has_begun_anew_is_waited_for_no_longer(far: Node, silent: SilentLender) -> None:
+    """Its next life is met: what waits for the former one ends as gone, and not after the seconds
+    that a silent peer has."""
+    begun = bring(far, silent.address(0, 1))
+    assert silent.more.wait(WAIT_S)
+    far.transfers.service.look(silent.address(0, 2), HINT, compute_ms=1e6)
+    assert begun.result(WAIT_S).end is BringEnd.GONE
+
+
+def test_another_rank_of_a_worker_is_no_new_life_of_the_one_that_is_read(
+    far: Node, silent: SilentLender
+) -> None:
+    begun = bring(far, silent.address(0, 1))
+    assert silent.more.wait(WAIT_S)
+    assert far.transfers.service.look(silent.address(1, 2), HINT, compute_ms=1e6)
+    assert not begun.done()
+    assert begun.result(WAIT_S).end is BringEnd.SILENT, "as a peer that says nothing more"
 
 
 def test_a_lent_prefix_is_not_used_again_while_it_is_read(near: Node) -> None:
@@ -269,6 +358,17 @@ def test_an_unreadable_question_is_refused(near: Node) -> None:
     far = RoutingUnit(WorkerId("far"), 0, Incarnation(1))
     answer = near.transfers.service.ask(AskLender(b"\xff", far)).result(30)
     assert type(answer).__name__ == "Reject"
+
+
+def test_who_speaks_the_former_version_is_answered_as_malformed(near: Node) -> None:
+    lend = Lend(Nonce(1), near.unit, (), (ReaderRank(0, 0, 0),))
+    version, *message = msgspec.msgpack.decode(encode_message(lend))
+    former = msgspec.msgpack.encode([version - 1, *message])
+    with pytest.raises(InvalidInput, match=f"speak version {version}"):
+        decode_question(former)
+    asked = AskLender(former, RoutingUnit(WorkerId("far"), 0, Incarnation(1)))
+    answer = near.transfers.service.ask(asked).result(WAIT_S)
+    assert answer == Reject(WorkerRefusal.MALFORMED)
 
 
 @pytest.mark.parametrize("address", ["tcp://", "nobody", "curve://127.0.0.1:9"])

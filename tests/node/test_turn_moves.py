@@ -69,6 +69,19 @@ def at_once(work: Callable[[], object]) -> Future[object]:
     return done
 
 
+class States:
+    """It brings nothing, and knows what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[SessionId, LenderAddress]] = []
+        self.has_ended = False
+
+    async def bring(self, session_id: SessionId, source: LenderAddress, peer: object, /) -> None:
+        if self.has_ended:
+            raise RuntimeError("the engine has ended")
+        self.asked.append((session_id, source))
+
+
 class Sides:
     """Both sides, and what passes between them; `lost`: what of it does not arrive, or whose answer
     does not."""
@@ -76,7 +89,10 @@ class Sides:
     def __init__(self, *, stops: WorkerRefusal | None = None) -> None:
         self.engine = Engine(stops)
         self.leaving = LeavingTurns(self.engine, at_once)
-        self.coming = ComingTurns(lambda state: None if state else WorkerRefusal.MALFORMED)
+        self.states = States()
+        self.coming = ComingTurns(
+            lambda state: None if state else WorkerRefusal.MALFORMED, self.states
+        )
         self.lost: set[str] = set()
         self.called_off: list[Nonce] = []
         self.meanwhile: Callable[[], object] = lambda: None
@@ -117,6 +133,37 @@ def test_a_turn_that_was_sent_goes_on_at_its_target_once_its_leg_comes() -> None
     assert (sides.leaving.counts["moved"], sides.coming.counts["went_on"]) == (1, 1)
 
 
+def test_its_state_is_brought_before_it_is_stopped() -> None:
+    sides = Sides()
+    before: list[str] = []
+
+    class Noting(States):
+        async def bring(self, session_id: SessionId, source: LenderAddress, peer: object) -> None:
+            before.extend(sides.engine.did)
+            await super().bring(session_id, source, peer)
+
+    sides.coming = ComingTurns(lambda _: None, states := Noting())
+    assert sides.take() == TurnSent()
+    assert states.asked == [(SessionId("s"), SOURCE)] and not before
+    assert sides.engine.did == ["stop", "moved"]
+
+
+def test_a_turn_without_a_name_is_sent_at_once() -> None:
+    """Nobody can ask for state that has none."""
+    sides = Sides()
+    unnamed = Take(SessionId(""), SOURCE, TURN, TARGET)
+    assert asyncio.run(sides.coming.take(unnamed, sides)) == TurnSent()
+    assert not sides.states.asked
+
+
+def test_a_target_whose_engine_has_ended_stops_no_turn() -> None:
+    sides = Sides()
+    sides.states.has_ended = True
+    assert sides.take() == Reject(WorkerRefusal.ENGINE_DEAD)
+    assert not sides.engine.did
+    assert sides.coming.keep(MOVED) == Reject(WorkerRefusal.UNKNOWN_TURN)
+
+
 @pytest.mark.parametrize(
     "reason", [WorkerRefusal.UNKNOWN_TURN, WorkerRefusal.NOT_DECODING, WorkerRefusal.NOT_MOVABLE]
 )
@@ -128,7 +175,7 @@ def test_a_turn_that_can_not_be_stopped_stays(reason: WorkerRefusal) -> None:
 
 def test_a_turn_that_its_target_can_not_read_goes_on() -> None:
     sides = Sides()
-    sides.coming = ComingTurns(lambda _: WorkerRefusal.TOO_LONG)
+    sides.coming = ComingTurns(lambda _: WorkerRefusal.TOO_LONG, States())
     assert sides.take() == Reject(WorkerRefusal.TOO_LONG)
     assert sides.engine.did == ["stop", "go_on"] and not len(sides.coming)
 
@@ -253,7 +300,7 @@ def test_a_target_keeps_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_is_kept_goes_with_the_wish_that_brought_it() -> None:
     """Over the RPC port: a Cancel is answered at once, and undoes what was answered before it."""
-    coming = ComingTurns(lambda _: None)
+    coming = ComingTurns(lambda _: None, States())
     held = asyncio.Event()
 
     class Waiting(Sides):

@@ -140,6 +140,15 @@ def test_a_prompt_computed_apart_waits_for_both_and_its_end_is_computed_on_the_s
     assert apart().queue_ms == pytest.approx(30.0 + 300.0 - 234.0)
 
 
+def test_a_prompt_that_is_freed_once_it_is_read_is_not_held_twice() -> None:
+    decode, prefill = pair()
+    prefill.stamp(status(prefill.id, 1.0, free=0), 1.0)  # full
+    apart = partial(PlacementPricer(WEIGHED).apart, request(20_000), decode, prefill)
+    kept_ms = apart().duplicate_ms
+    prefill.profile = msgspec.structs.replace(prefill.profile, frees_prompts=True)
+    assert apart().duplicate_ms == 0.0 and kept_ms > 0.0
+
+
 def test_bytes_come_at_the_pace_that_the_reader_has_measured() -> None:
     reads = msgspec.structs.replace(SPEED, media={**SPEED.media, Tier.PEER: Medium(2.0, 1e6)})
     decode, prefill = fleet_of(Profile(speed=reads, actions=EVERY_ACTION), ABLE)

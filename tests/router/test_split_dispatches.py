@@ -4,16 +4,17 @@ answer of the one that was to have it computed."""
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
-from ownerserve.kv.ids import SessionId
+from ownerserve.kv.ids import Incarnation, SessionId, WorkerId
 from ownerserve.kv.messages import ExecutionMode, Tier
 from ownerserve.router.decision import DispatchReason
-from ownerserve.router.messages import ComputedApart, Dispatch, Done, FirstByte
+from ownerserve.router.messages import ComputedApart, Dispatch, Done, FirstByte, WorkerUp
 from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Worker
-from tests.support.router.fleets import dispatched, raise_up
+from tests.support.router.fleets import PLAIN, dispatched, raise_up
 
 APART, COLD = ExecutionMode.REMOTE_PREFILL, ExecutionMode.COLD_PREFILL
 
@@ -70,3 +71,17 @@ def test_what_the_gateway_heard_itself_of_the_prefill_stands() -> None:
     assert (prefill.requests, prefill.pending_prefill_tokens) == (1, 0)
     state.check()
     assert ended(state, dispatch, prefill) == 1000
+
+
+def test_who_frees_what_it_computed_for_others_is_not_taken_to_hold_it() -> None:
+    state, dispatch, prefill = split()
+    prefill.profile = replace(prefill.profile, frees_prompts=True)
+    state.handle(FirstByte(dispatch.receipt, mode=APART), 2.0)
+    assert ended(state, dispatch, prefill) == 0
+
+
+def test_who_computed_it_and_began_anew_since_holds_nothing() -> None:
+    state, dispatch, prefill = split()
+    state.handle(FirstByte(dispatch.receipt, mode=APART), 2.0)
+    state.handle(WorkerUp(WorkerId(prefill.id), 0, Incarnation(2), PLAIN), 2.5)
+    assert ended(state, dispatch, prefill) == 0

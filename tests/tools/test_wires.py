@@ -61,6 +61,44 @@ def test_cutting_a_wire_is_noticed() -> None:
     assert cut["ownerserve.node.vocabulary.events.Asked"] == "nobody makes it"
 
 
+CONTROL = """
+import msgspec
+class Came(msgspec.Struct): ...
+class Lost(msgspec.Struct): ...
+class Ask(msgspec.Struct): ...
+class Hold(msgspec.Struct): ...
+Event = Came | Lost
+Effect = Ask | Hold
+"""
+MACHINE = """
+from ownerserve.transfer.control.events import Ask, Came, Hold, Lost
+def handle(event):
+    match event:
+        case Came(): return [Ask()]
+        case Lost(): return [Hold()]
+"""
+PROCESS = """
+from ownerserve.transfer.control import events
+from ownerserve.transfer.control.machine import handle
+def perform():
+    for effect in handle(events.Came()):
+        match effect:
+            case events.Ask(): perform()
+perform()
+"""
+
+
+def test_an_event_that_no_process_makes_and_an_effect_that_none_acts_on_are_dead() -> None:
+    sources = {"events": CONTROL, "machine": MACHINE}
+    trees = {f"ownerserve.transfer.control.{n}": ast.parse(text) for n, text in sources.items()}
+    trees["ownerserve.node.process"] = ast.parse(PROCESS)
+    at = "ownerserve.transfer.control.events"
+    assert dict(WIRES["dead"](trees)) == {
+        f"{at}.Lost": "nobody makes it",
+        f"{at}.Hold": "nobody acts on it",
+    }
+
+
 RECORDS = """
 import msgspec
 class Held(msgspec.Struct):

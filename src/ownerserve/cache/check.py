@@ -10,7 +10,6 @@ from collections import Counter
 
 from ownerserve.cache.parts import Parts
 from ownerserve.cache.pools.slot_pools import SlotPool
-from ownerserve.cache.sessions import MORE_EXPECTED
 from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.prefix_tree import Node
 from ownerserve.kv.errors import InvariantViolated
@@ -174,13 +173,12 @@ def check_sessions(parts: Parts, nodes: list[Node]) -> None:
             require(session.row[: stop.depth] == path, 6, "a session's row left its path")
         require(session.running == running[id(session)], 6, "running turns are miscounted")
         require(session.depth <= session.sealed, 6, "more is resident than was sealed")
-    expected = list(parts.sessions.expected.values())
     require(not anchored, 6, f"frontiers of forgotten sessions: {list(anchored)[:5]}")
     for node in nodes:
         for stop in node.stops:
             standing = (stop.anchors or {}).values()
             live = sum(session.is_referenced for session in standing)
-            live += MORE_EXPECTED * sum(session in expected for session in standing)
+            live += sum(session.more_refs for session in standing)
             require(stop.refs == live, 6, f"{stop.refs} soft references counted, {live} live")
 
 

@@ -46,7 +46,11 @@ class Lends:
         self._following: dict[TurnId, list[Ticket]] = {}
         self._withheld: Counter[int] = Counter()  # how many tickets each block waits for
         self.places = LentPlaces(
-            self._standing, self._withheld, running, point_names=pools.layout.point_names
+            self._standing,
+            self._withheld,
+            running,
+            point_names=pools.layout.point_names,
+            block_bytes=tree.block_bytes,
         )
         self._numbers = 0
         self._next_end_s = inf  # no ticket ends before

@@ -9,6 +9,7 @@ A soft reference orders eviction and nothing else; what a session may re-use is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -36,9 +37,14 @@ FORGET_CHECK_S = 600.0
 one that comes back is told from a new one."""
 
 
-MORE_EXPECTED = 1
-"""A turn that is here counts as two sessions that may come: what it goes on from goes after the
-state of any idle one."""
+class Awaited(IntEnum):
+    """An `Awaited` says for how many more sessions that may come a turn counts which is here, and
+    has not begun: what it goes on from goes after the state of any idle one."""
+
+    IN_LINE = 1
+    LET_ON = 4
+    """Its state has come, or comes: it goes after what any turn goes on from that is in line, its
+    session's own reference included. Else what is brought would go for what is brought next."""
 
 
 DigestAt = Callable[[int], PrefixHash | None]
@@ -297,7 +303,9 @@ class Sessions:
         if session.stop is not None and len(session.stop.anchors or ()) == 1:
             prefix_tree.let_go(self._tree, session.stop)
 
-    def expect(self, turn_id: TurnId, stop: ResumeDepth, now: float) -> None:
+    def expect(
+        self, turn_id: TurnId, stop: ResumeDepth, now: float, *, awaited: Awaited = Awaited.IN_LINE
+    ) -> None:
         """Give a turn that goes on from `stop`, and can't begin yet, a soft reference of its own,
         in place of its former one, until `met`."""
         waiting = self.expected.get(turn_id)
@@ -308,10 +316,11 @@ class Sessions:
             generation=self._generations,
             sealed=stop.depth,
             is_referenced=True,
+            more_refs=awaited,
         )
         self.expected[turn_id] = waiting
         self._tree.anchor(waiting, stop)
-        stop.refs += MORE_EXPECTED
+        stop.refs += waiting.more_refs
         stop.last_s = max(stop.last_s, now)
         if before is not None:
             self._tree.prune(before)  # only now: it may be the same one
@@ -327,7 +336,7 @@ class Sessions:
     def _lift_expected(self, waiting: Session) -> ResumeDepth | None:
         stop = self._tree.lift(waiting)
         if stop is not None:
-            stop.refs -= MORE_EXPECTED
+            stop.refs -= waiting.more_refs
         return stop
 
     def __iter__(self) -> Iterator[Session]:
@@ -512,13 +521,20 @@ class ResidentState:
         return (total if more is None else min(total, depth + more)) - kept
 
     def retain(
-        self, turn_id: TurnId, tokens: Packed, now: float, *, behind: ResumeDepth | None = None
+        self,
+        turn_id: TurnId,
+        tokens: Packed,
+        now: float,
+        *,
+        behind: ResumeDepth | None = None,
+        awaited: Awaited = Awaited.IN_LINE,
     ) -> None:
         """Keep what of `tokens` is resident for a turn that is here and has not begun: a soft
         reference stands there, in place of the turn's former one, until `release`."""
         node, depth = self._walk(tokens, behind)
         if depth:
-            self._sessions.expect(turn_id, self._tree.stop_at(node, depth, now), now)
+            stop = self._tree.stop_at(node, depth, now)
+            self._sessions.expect(turn_id, stop, now, awaited=awaited)
 
     def release(self, turn_id: TurnId) -> None:
         """Let go what a turn retained: it has ended or is gone. One that retained nothing is no

@@ -1,5 +1,5 @@
-"""A ticket is one lend, and the places of what it covers can be looked up. Nothing here changes
-anything: `lends` gives tickets, and ends them.
+"""A ticket is one lend, and the places of what it covers can be looked up, as can what there is to
+lend of a turn that runs. Nothing here changes anything: `lends` gives tickets, and ends them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import msgspec
 from ownerserve.cache.sessions import Running
 from ownerserve.cache.tree import prefix_tree
 from ownerserve.cache.tree.prefix_tree import Receipt, ResumeDepth
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import Packed
 
 
 class Ticket(msgspec.Struct, eq=False):
@@ -34,7 +35,8 @@ class Ticket(msgspec.Struct, eq=False):
 
 
 class LentPlaces:
-    """`LentPlaces` say in which slots lies what the standing tickets of one cache cover."""
+    """`LentPlaces` say in which slots lies what the standing tickets of one cache cover, and what
+    its running turns have sealed."""
 
     def __init__(
         self,
@@ -43,12 +45,28 @@ class LentPlaces:
         running: Mapping[TurnId, Running],
         *,
         point_names: tuple[str, ...],
+        block_bytes: int,
     ) -> None:
         """Take what `Lends` keep, by reference: tickets by number, and the blocks that wait."""
         self._standing = standing
         self._withheld = withheld
         self._running = running
         self._point_names = point_names
+        self._block_bytes = block_bytes
+
+    def sealed_of(self, session_id: SessionId) -> Packed:
+        """Return the tokens that a running turn of the session has sealed, which can be lent by
+        what they are; of several turns, of the one with most. None: no turn of it runs."""
+        runs = (
+            run
+            for run in self._running.values()
+            if run.session is not None and run.session.session_id == session_id
+        )
+        run = max(runs, key=lambda one: one.sealed, default=None)
+        if run is None:
+            return b""
+        size = self._block_bytes
+        return prefix_tree.tokens(run.lock.node, 0, run.sealed, block_bytes=size)
 
     def blocks_of(self, number: int, first: int, end: int, *, prefix: int = 0) -> list[int]:
         """Return the slots, the same in every range component, of blocks [first, end) of the

@@ -274,6 +274,14 @@ if TYPE_CHECKING:
     " much as is read at once; 0: they read its device alone.",
 )
 @click.option(
+    "--landing-memory",
+    default="8GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Most host memory into which other workers' KV comes at once, before it is copied to the"
+    " device. What finds no room in it is computed.",
+)
+@click.option(
     "--prefill-peer",
     "prefill_peers",
     multiple=True,
@@ -490,7 +498,14 @@ def _checked(flags: dict[str, object], key: FleetKey | None) -> dict[str, int]:
         raise InvalidInput("--adopt", "there is no store to adopt into", "name one by --store")
     if _size(flags, "store_capacity") < 1:
         raise InvalidInput("--store-capacity", "is 0", "leave --store out for no store")
-    names = ("kv_memory", "host_cache", "store_capacity", "store_writes", "lend_memory")
+    names = (
+        "kv_memory",
+        "host_cache",
+        "store_capacity",
+        "store_writes",
+        "lend_memory",
+        "landing_memory",
+    )
     return {name: _size(flags, name) for name in names}
 
 
@@ -515,6 +530,7 @@ def _place(flags: dict[str, object], key: FleetKey | None) -> TransferPlace:
         arena_bytes=_size(flags, "transfer_arena"),
         digest=str(flags["transfer_digest"]),
         stage_bytes=_size(flags, "lend_memory"),
+        landing_bytes=_size(flags, "landing_memory"),
         interface=str(flags["transfer_interface"]),
         after_read=AfterRead(str(flags["prefilled"])),
         brings=int(str(flags["brings"])),

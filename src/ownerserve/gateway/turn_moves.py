@@ -3,8 +3,8 @@ who is drained or leaves does not wait for the longest answer.
 
     a worker is drained, by its operator's word or its own, and lends
       each turn that runs there, of a client of this process: where would it run, did it come now?
-        Take(turn) ──> that worker: it has the turn sent by the one that runs it; the exchange
-                       follows (exchange/leaving.py)
+        Take(turn) ──> that worker: it brings what the turn has sealed, and has it sent by the one
+                       that runs it; the exchange follows (exchange/leaving.py)
         TurnSent, Reject(reason), or nothing in TAKE_S; counted
 
 A turn of which nothing is written yet is asked again. Where the target is silent it is not: it may
@@ -33,8 +33,8 @@ LOOK_S = 0.25
 AT_ONCE = 4
 """Turns that leave one worker at a time: each brings its state, which costs those that still run
 there."""
-TAKE_S = 15.0
-"""Longer than a worker tries (node/transfers/turn_moves.py)."""
+TAKE_S = 25.0
+"""Longer than a worker tries (node/transfers/turn_states.py, turn_moves.py)."""
 AGAIN_S = 1.0
 """A turn that could not leave is asked again after so long."""
 _LATER = (

@@ -28,7 +28,7 @@ from collections.abc import Callable
 import msgspec
 
 from ownerserve.cache.hetero import HeteroCache
-from ownerserve.cache.sessions import Sessions
+from ownerserve.cache.sessions import Awaited, Sessions
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
@@ -316,6 +316,7 @@ class RoomQueue:
                 break
             self._waiting.remove(first.event.turn_id)
             first.is_waiting = False
+            self.loaded(first.event.turn_id, now)
             going.append(first.event)
         return going
 
@@ -327,8 +328,9 @@ class RoomQueue:
         self.loaded(turn_id, now)
 
     def loaded(self, turn_id: TurnId, now: float) -> None:
-        """Retain the state that was brought for the turn until the turn has begun."""
-        self._walks.retain(turn_id, self._turns[turn_id].event.tokens, now)
+        """Retain what has come for the turn, which was let on, until the turn has begun."""
+        tokens = self._turns[turn_id].event.tokens
+        self._walks.retain(turn_id, tokens, now, awaited=Awaited.LET_ON)
 
     def over(self, turn_id: TurnId) -> None:
         """Forget the turn, which has ended or was given up; `Walks.over` releases what it

@@ -120,8 +120,9 @@ class PlacementPricer:
         compute_ms = prefill_ms + end_ms + request.output_tokens * step_ms
         taken_bytes = there.sequence_bytes(prompt - held + request.output_tokens)
         memory_ms = self._lambda * taken_bytes * worker.occupancy
-        # The prefilling worker keeps what it computed until it needs the room.
-        duplicate_ms = self._held_twice_ms(prompt - lent, prefill)
+        # The prefilling worker keeps what it computed until it needs the room, or frees it at once.
+        is_kept = not prefill.profile.frees_prompts
+        duplicate_ms = self._held_twice_ms(prompt - lent, prefill) if is_kept else 0.0
         interference_ms = self._mu * (prefill_ms * prefill.batch + end_ms * worker.batch)
         return Option(
             _REMOTE, worker, lent, queue_ms, compute_ms, network_ms, 0.0, memory_ms, duplicate_ms,

@@ -314,8 +314,9 @@ class RoutedSession:
         prefix.grow(worker, usage.prompt_tokens + usage.output_tokens)
 
     def lent(self, prefill: Worker, tokens: int) -> None:
-        """Note that `prefill` computed the prompt for another worker and still holds it."""
-        if self.prefix is not None:
+        """Note that `prefill` computed the prompt for another worker and still holds it, unless it
+        frees such."""
+        if self.prefix is not None and not prefill.profile.frees_prompts:
             self.prefix.hold(prefill, Tier.DEVICE, tokens)
 
     def released(self, source: Copy | None) -> None:

@@ -145,6 +145,8 @@ class _Live(msgspec.Struct, gc=False):
     life: int
     loads: tuple[Load, ...]
     reason: DispatchReason
+    prefill_life: int = 0
+    """That of the worker that computes the prompt apart."""
     known_tokens: int = 0
     """What of the prompt was computed before, as it was sent."""
     attempt: int = 1
@@ -332,6 +334,7 @@ class RouterState:
             load = Load(request.now_s, 0, prompt_tokens)
             apart = Load(request.now_s, prefill_tokens, 0)
             live.loads = (load, apart)
+            live.prefill_life = prefill.life
             prefill.add(apart)
         if session is None:
             worker.passed = self._issued
@@ -472,8 +475,9 @@ class RouterState:
                     self._learn(self.learning, now)
             prompt_bytes = live.arrive.prompt_bytes if event.prompt is Prompt.IN_BODY else 0
             session.grow(worker, usage, prompt_bytes=prompt_bytes)
-            if live.decision.prefill is not None:
-                session.lent(live.decision.prefill, usage.prompt_tokens)
+            prefill = live.decision.prefill
+            if prefill is not None and prefill.life == live.prefill_life:
+                session.lent(prefill, usage.prompt_tokens)
             if live.decision.action is PlacementAction.STATE_MIGRATION:
                 session.released(live.decision.source)
         if live.name is None or session.is_forgotten or worker.life != live.life:

@@ -133,6 +133,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """The tiers from which other workers read its state."""
     are_steps_measured: bool = True
     """Whether its decode steps were measured, in the same way."""
+    frees_prompts: bool = False
+    """Whether it frees what it computed for another worker once that one has it."""
 
     @property
     def is_measured(self) -> bool:

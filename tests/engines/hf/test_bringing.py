@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from ownerserve.kv.ids import Incarnation, SessionId  # noqa: E402
 from ownerserve.kv.messages import RoutingUnit  # noqa: E402
 from ownerserve.kv.wire.headers import LenderAddress  # noqa: E402
 from tests.support.hf.engine_rig import assert_cold, text  # noqa: E402
-from tests.support.hf.worker_process import WorkerProcess  # noqa: E402
+from tests.support.hf.worker_process import Answers, WorkerProcess  # noqa: E402
+from tests.support.waits import until  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
 
@@ -98,6 +100,35 @@ def test_who_holds_nothing_is_frozen_or_gone_costs_time_and_no_answer(workers: A
     gone = far.serve(text(500, seed=6), AGENT, bring_from=lender(near))
     assert_cold("tiny-qwen3", text(500, seed=6), gone)
     assert brought(far) == 0
+
+
+def test_what_comes_of_a_frozen_lender_is_seen_and_goes(workers: Any) -> None:
+    near, far = workers("near"), workers("far", "--transfer-roads", "tcp")
+    prompt, bytes_, age = text(900, seed=3), "ownerserve_landing_bytes", "ownerserve_landing_oldest"
+    near.serve(prompt, AGENT)
+    # It says what may be read, and is frozen before the other hears that.
+    answers = Answers(near.rpc, b"grown", near.freeze)
+    with ThreadPoolExecutor(1) as asking:
+        from_near = LenderAddress(near.unit, answers.address)
+        turn = asking.submit(far.serve, prompt, AGENT, bring_from=from_near)
+        seen_bytes = seen_s = 0.0
+        while not turn.done():
+            seen_bytes = max(seen_bytes, far.metric(bytes_))
+            seen_s = max(seen_s, far.metric(age))
+        assert_cold("tiny-qwen3", prompt, turn.result())
+    answers.close()
+    assert answers.is_told.is_set() and seen_bytes > 0 and seen_s > 0
+    until(lambda: not far.metric(bytes_) and not far.metric(age), what="its memory is let go of")
+    assert brought(far) == 0
+
+
+def test_a_worker_without_room_for_what_comes_computes_it(workers: Any) -> None:
+    near, far = workers("near"), workers("far", "--landing-memory", "1KiB")
+    prompt = text(900, seed=3)
+    near.serve(prompt, AGENT)
+    assert_cold("tiny-qwen3", prompt, far.serve(prompt, AGENT, bring_from=lender(near)))
+    assert far.metric('ownerserve_brought_total{end="no_room"}') > 0 and brought(far) == 0
+    assert far.metric("ownerserve_peer_read_bytes_total") == 0
 
 
 def test_a_fork_elsewhere_reads_its_parents_prefix(workers: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -24,6 +25,7 @@ from tests.engines.hf.test_restore import (  # noqa: E402
     node_rig,
     second_turn,
     spilled,
+    with_store,
 )
 from tests.support.hf.engine_rig import Rig, assert_right, request, text  # noqa: E402
 
@@ -57,6 +59,25 @@ def test_a_restarted_worker_goes_on_from_parts(tmp_path: Path, name: str) -> Non
     assert two.admitted.cached_tokens == 512
     assert metric(rig, 'ownerserve_restores_total{outcome="loaded"}') == 1
     assert max(reserved) <= PART < 512 // B
+    assert_right(two, name=name)
+
+
+HAVE_POINTS = [name for name in sorted(TINY_MODELS) if name != "tiny-qwen3"]
+
+
+@pytest.mark.parametrize("name", HAVE_POINTS)
+def test_point_slots_give_way_to_what_comes(tmp_path: Path, name: str) -> None:
+    """A session needs more blocks at once than there are, until points have given way."""
+    one = first_turn(tmp_path, name)
+    options = with_store(tmp_path, name, part_tokens=0)
+    rig = Rig(name, blocks=20, points=(2, 60), max_running=4, options=options)
+    pressure = rig.cache.pressure  # what has come is all there is: room is made for turns alone
+    pressure.watermarks = msgspec.structs.replace(pressure.watermarks, low=0.0, high=0.0)
+    two = second_turn(rig, one)
+    assert two.admitted is not None and two.admitted.mode is ExecutionMode.FETCH
+    assert two.admitted.cached_tokens == 512
+    assert metric(rig, 'ownerserve_restores_total{outcome="loaded"}') == 1
+    assert rig.cache.occupancy.blocks.capacity > 20
     assert_right(two, name=name)
 
 

@@ -83,6 +83,12 @@ async def over(worker: WorkerProcess) -> float:
     return sum([await prefills(worker, end) for end in ENDS])
 
 
+def holders(gateway: Gateway) -> set[str]:
+    """Who is known to the gateway to hold something of its one session."""
+    ((_, session),) = gateway.state.sessions.items()
+    return {copy.worker.id for copy in session.copies() if copy.worker is not None}
+
+
 async def books_are_right(gateway: Gateway) -> None:
     await until_async(lambda: gateway.state.live == 0, within_s=WAIT_S)
     assert not any(unit.requests for unit in gateway.state.fleet)
@@ -139,7 +145,7 @@ def test_what_was_computed_is_the_next_prompt_s_or_is_free_at_once(
     p, d = start("--prefilled", after_read)
 
     async def play() -> None:
-        async with fleet([p, d]) as (_, client):
+        async with fleet([p, d]) as (gateway, client):
             prompt = text(1500, seed=5)
             _, headers = await turn(client, prompt, "agent")
             assert came_of(headers) == ("remote_prefill", "remote_prefill"), headers
@@ -147,6 +153,7 @@ def test_what_was_computed_is_the_next_prompt_s_or_is_free_at_once(
             await rests(p)
             used = await told(p, "ownerserve_pool_slots_used")
             assert (used == 0) == (after_read == "free")
+            assert holders(gateway) == {d.name} | ({p.name} if used else set())
 
     asyncio.run(play())
 

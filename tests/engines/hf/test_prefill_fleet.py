@@ -78,6 +78,57 @@ def test_a_prompt_is_computed_in_one_role_and_answered_in_the_other(
     asyncio.run(play())
 
 
+def ends_of_prompts(worker: WorkerProcess) -> float:
+    ends = ("read", "left", "called_off", "unasked")
+    return sum(worker.metric(f'ownerserve_prefills_for_peers_total{{end="{end}"}}') for end in ends)
+
+
+async def reader_of(workers: list[WorkerProcess]) -> WorkerProcess:
+    """Who of them reads of a peer first."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            for worker in workers:
+                if await asyncio.to_thread(worker.metric, "ownerserve_peer_read_bytes_total"):
+                    return worker
+
+
+def lends_nothing(worker: WorkerProcess) -> bool:
+    """Whether all that was computed for others is over, and its blocks can go."""
+    levels = ("running_sequences", "waiting_sequences", "cache_held_blocks")
+    accepted = worker.metric('ownerserve_prefills_for_peers_total{end="accepted"}')
+    is_idle = not any(worker.metric(f"ownerserve_{level}") for level in levels)
+    return is_idle and accepted == ends_of_prompts(worker)
+
+
+def test_a_turn_whose_worker_is_killed_while_it_reads_is_answered_by_another(
+    workers: list[WorkerProcess], tmp_path: Path
+) -> None:
+    prefill, decode = workers
+    other = WorkerProcess(tmp_path, "decode2", None, *KEPT, "--role", "decode")
+
+    async def play() -> None:
+        async with gateway_over([*workers, other], "static_pd") as (gateway, client):
+            answered = asyncio.create_task(turn(client, text(6000, seed=3), "agent"))
+            reader = await reader_of([decode, other])
+            assert not answered.done()
+            reader.process.kill()
+            _, headers = await answered
+            lives = {decode.name, other.name} - {reader.name}
+            assert headers["x-ownerserve-worker"] in lives
+            await until_async(lambda: gateway.state.live == 0, within_s=WAIT_S)
+            gateway.state.check()
+            async with asyncio.timeout(WAIT_S):
+                while not await asyncio.to_thread(lends_nothing, prefill):
+                    await asyncio.sleep(0.1)
+            ended = 'ownerserve_lends_total{end="expired"}'
+            assert await asyncio.to_thread(prefill.metric, ended) == 1
+
+    try:
+        asyncio.run(play())
+    finally:
+        other.stop()
+
+
 def test_by_price_long_prompts_are_computed_apart_and_short_ones_where_their_state_is(
     workers: list[WorkerProcess],
 ) -> None:

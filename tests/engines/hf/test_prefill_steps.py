@@ -59,6 +59,8 @@ BROUGHT = ("brings: brought",)
 LIVES = ("P killed", "P frozen", "P silent")
 FOR_GOOD = ("P killed", "P frozen", "P mute")
 """One that is silent does not answer once, one that is mute never."""
+READER_STEPS = ("lend asked", "lend answered", "more asked", "compute on", "bytes")
+"""D reads from then on, or was to: P keeps what it lends until the ticket ends, and no longer."""
 ROWS = [
     *(Row("look asked", fate, ("looks: silent",)) for fate in LIVES),
     *(Row("order asked", fate, ("orders: refused",)) for fate in LIVES),
@@ -78,6 +80,8 @@ ROWS = [
         for step in ("order asked", "order answered")
         for fate in ("D killed", "D frozen")
     ),
+    *(Row(step, "D killed", ()) for step in READER_STEPS),
+    *(Row(step, "D frozen", ()) for step in ("lend answered", "more asked", "bytes")),
 ]
 SOURCE_ROWS = [
     *(Row("look asked", fate, ()) for fate in ("P killed", "P frozen", "D silent")),
@@ -187,6 +191,10 @@ def test_whoever_stops_at_a_step_costs_time_and_no_answer(pair: Pair, row: Row) 
     for worker in (p, d):
         if worker is not dead:
             rests(worker)
+    if dead is d and row.step in READER_STEPS:
+        ends = p.books().counts
+        assert ends["lends"] == {"expired": 1}, "the ticket's deadline frees what nobody reads"
+        assert ends["prefills"].keys() - {"accepted"} <= {"left", "read"}, ends
 
 
 @pytest.mark.parametrize("row", SOURCE_ROWS, ids=name_of)

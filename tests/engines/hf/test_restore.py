@@ -59,9 +59,13 @@ WAIT_S = 300.0
 
 def node_rig(store: Path, name: str = "tiny-v4", *, blocks: int = 200, **settings: Any) -> Rig:
     """An engine with a store; `spill_after_s` is short, whatever else is set."""
+    return Rig(name, blocks=blocks, max_running=4, options=with_store(store, name, **settings))
+
+
+def with_store(store: Path, name: str, **settings: Any) -> WorkerOptions:
+    """Those of a worker with a store."""
     chosen = NodeSettings(**{"spill_after_s": 0.02, **settings})
-    options = WorkerOptions(model=name, store=store, node=chosen)
-    return Rig(name, blocks=blocks, max_running=4, options=options)
+    return WorkerOptions(model=name, store=store, node=chosen)
 
 
 async def spilled(rig: Rig, sessions: int = 1) -> None:

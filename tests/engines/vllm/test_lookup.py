@@ -13,7 +13,7 @@ from ownerserve.engines.vllm.scheduler_side.lookup import StoreLookup
 from ownerserve.kv.clock import ManualClock
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import Tier
-from ownerserve.node.transfers.peers import PeerOffer
+from ownerserve.node.transfers.offers import PeerOffer
 from ownerserve.node.vocabulary.events import FindRecords, PeerPrefix, RecordsFound
 from ownerserve.store.disk.tier import DiskTier
 from ownerserve.store.format.model import Meta, Want, WriteDone

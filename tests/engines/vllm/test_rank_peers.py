@@ -3,6 +3,7 @@ all of them or none."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
@@ -13,12 +14,13 @@ import pytest
 from ownerserve.engines.vllm.stated_ranks import stated_ranks
 from ownerserve.node.transfers.roads import SHM, TCP
 from ownerserve.node.vocabulary.events import PeerRecord
+from ownerserve.store.format.model import ReadHit, ReadMiss, ReadOutcome
 from ownerserve.transfer.layout.shards import Misfit
-from tests.support.node.lending_nodes import AGENT, PROMPT, SECTIONS, wanted
+from tests.support.node.lending_nodes import AGENT, PROMPT, SECTIONS, Node, cells, wanted
 from tests.support.node.lending_nodes import HEADS as LENT_HEADS
 from tests.support.node.storing_node import StoringNode, put_away
-from tests.support.vllm_parts.ranked import RECORDS, RankedEngine
-from tests.support.waits import until
+from tests.support.vllm_parts.ranked import RECORDS, RankedEngine, state_of
+from tests.support.waits import WAIT_S, until
 
 pytestmark = pytest.mark.engine
 
@@ -86,6 +88,73 @@ def heads_of_record(record: PeerRecord, whole: bytes, heads: range) -> bytes:
         -1, *SECTIONS[record.component].parts[0].shape
     )
     return arrays[..., heads.start : heads.stop, :].tobytes()
+
+
+@pytest.fixture
+def decoder() -> Iterator[Node]:
+    """A worker of one rank that has all heads, as an hf worker that answers turns."""
+    node = Node("d", roads=(TCP.name,))
+    yield node
+    node.close()
+
+
+def read_by(decoder: Node, near: RankedEngine) -> ReadOutcome:
+    """What a restore of the prompt reads of it."""
+    prefix = wanted(near.address)
+    held = decoder.transfers.peers.look(prefix)
+    return decoder.reads(cells(prefix, frozenset(held))).result(WAIT_S)
+
+
+def brings_nothing(decoder: Node) -> bool:
+    state = decoder.transfers.service.target.state
+    return not any(state.counts(time.monotonic()).values())
+
+
+def test_a_worker_with_all_heads_brings_what_two_ranks_have_computed(
+    opened: Opened, decoder: Node
+) -> None:
+    near = opened("near", 2, heads=LENT_HEADS)
+    near.keep()
+    came = read_by(decoder, near)
+    assert isinstance(came, ReadHit), decoder.transfers.peers.brings
+    told = wanted(near.address).records
+    for part in came.parts:
+        record = told[part.meta.id]
+        assert bytes(part.data) == state_of(record, range(LENT_HEADS)), record
+    assert {told[part.meta.id] for part in came.parts} == {*RECORDS}
+    until(lambda: brings_nothing(decoder), within_s=60, what="nothing is read")
+    until(lambda: not any(one.used_bytes for one in near.workers), within_s=60, what="nor lent")
+
+
+@pytest.mark.parametrize("fate", ["dead", "dies amid it", "silent"])
+def test_one_of_two_ranks_that_computed_a_prompt_is_enough_that_none_of_it_counts(
+    opened: Opened, decoder: Node, fate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = opened("near", 2, heads=LENT_HEADS)
+    near.keep()
+    stays, lost = near.workers
+    assert lost.lending is not None
+    prefix, peers = wanted(near.address), decoder.transfers.peers
+    wants = cells(prefix, frozenset(peers.look(prefix)))
+    goes_on, found = Event(), lost.tiers.find
+    if fate != "dead":
+        monkeypatch.setattr(lost.tiers, "find", lambda ids: goes_on.wait() and found(ids))
+    else:
+        lost.close()
+    try:
+        reading = decoder.reads(wants)
+        if fate == "dies amid it":
+            source = lost.lending.transfers.service.source.state
+            until(lambda: source.counts()["opening"], within_s=60, what="a lend is asked for")
+            goes_on.set()
+            lost.close()
+        came = reading.result(WAIT_S)
+    finally:
+        goes_on.set()
+    assert isinstance(came, ReadMiss), "it computes"
+    assert not peers.brings["brought"] and sum(peers.brings.values()) == 1, peers.brings
+    until(lambda: brings_nothing(decoder), within_s=60, what="nothing is read")
+    until(lambda: not stays.used_bytes, within_s=60, what="its room is back")
 
 
 def test_what_one_rank_lacks_is_not_told(opened: Opened) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ownerserve.engines.vllm.worker_side.streams import CudaStream, HostStream
+from ownerserve.engines.vllm.worker_side.streams import CudaStream
 
 pytestmark = pytest.mark.engine
 
@@ -36,10 +36,6 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         self._stream, self._at = stream, len(stream.queued)
-
-    def query(self) -> bool:
-        assert self._stream is not None
-        return self._stream.done >= self._at
 
     def synchronize(self) -> None:
         assert self._stream is not None
@@ -114,55 +110,3 @@ def test_each_direction_has_a_stream(cuda: Cuda) -> None:
             assert cuda.current is not into
             assert cuda.current is not cuda.engine
             assert into is not cuda.engine
-
-
-def test_a_prefetch_is_queued_and_not_waited_for(cuda: Cuda) -> None:
-    """What a later step reads is copied beside the step that runs: its stream waits, no thread."""
-    streams = CudaStream(torch.device("cuda"))
-    mark = streams.mark()
-    mark.name = "the forward"
-    prefetch = streams.prefetch(mark, lambda: cuda.current.queued.append("a copy"))
-    (own,) = [stream for stream in cuda.own if stream.queued]
-    assert own.in_flight == ["after the forward", "a copy"]
-    assert not prefetch.is_over()
-    assert cuda.current is cuda.engine
-    prefetch.before_engine()
-    assert len(cuda.engine.queued) == 1  # the wait, before what the step queues next
-    prefetch.wait()
-    assert prefetch.is_over()
-    assert own.in_flight == []
-
-
-def test_a_prefetch_that_fails_leaves_nothing_queued(cuda: Cuda) -> None:
-    streams = CudaStream(torch.device("cuda"))
-
-    def copies() -> None:
-        cuda.current.queued.append("first block")
-        raise RuntimeError("second block")
-
-    with pytest.raises(RuntimeError, match="second"):
-        streams.prefetch(streams.mark(), copies)
-    assert [stream.in_flight for stream in cuda.own] == [[], []]
-    assert cuda.current is cuda.engine
-
-
-def test_a_hosts_prefetch_is_over_when_it_returns() -> None:
-    done = list[str]()
-    prefetch = HostStream().prefetch(None, lambda: done.append("a copy"))
-    assert (done, prefetch.is_over()) == (["a copy"], True)
-    prefetch.before_engine()
-    prefetch.wait()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_device_has_what_was_prefetched_before_its_stream_reads_it() -> None:
-    device = torch.device("cuda")
-    streams = CudaStream(device)
-    host = torch.arange(1 << 24, dtype=torch.int32).pin_memory()
-    blocks = torch.zeros_like(host, device=device)
-    prefetch = streams.prefetch(streams.mark(), lambda: blocks.copy_(host, non_blocking=True))
-    prefetch.before_engine()
-    read = blocks.clone()
-    prefetch.wait()
-    assert torch.equal(read.cpu(), host)

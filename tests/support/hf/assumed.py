@@ -5,8 +5,12 @@
                                                            be had from elsewhere is waited for
     --slow-steps                                           each step in which answers are written
                                                            takes a hundredth of a second more
+    --checked                                              node and scheduler check themselves
+                                                           after each event
     --layers                                               each layer of a prompt that is computed
                                                            for a peer is told
+    --state-after                                          of a turn that moves here nothing is
+                                                           brought before it is stopped
 
 By its prices a worker keeps a session's state or does not, loads or computes. What busy cores
 measure differs tenfold from one minute to the next, and the cheapest way with it: a test that says
@@ -24,7 +28,7 @@ import msgspec
 
 from ownerserve.node.runtime import node_runtime
 from ownerserve.node.runtime.node_runtime import Calibration
-from ownerserve.node.transfers import turn_lends
+from ownerserve.node.transfers import turn_lends, turn_states
 from ownerserve.plan.cost.events import Observation
 from ownerserve.plan.cost.model import Defaults
 from ownerserve.plan.cost.prices import Coefficients
@@ -63,9 +67,17 @@ def slow_steps(put: Callable[[type, str, Any], object] = setattr) -> None:
 if __name__ == "__main__":
     from ownerserve.cli.main import main
 
+    if "--checked" in sys.argv:
+        from tests.support.kills import checked
+
+        sys.argv.remove("--checked")
+        checked.watch()
     if "--layers" in sys.argv:
         sys.argv.remove("--layers")
         turn_lends.PIECE_BYTES = 1
+    if "--state-after" in sys.argv:
+        sys.argv.remove("--state-after")
+        turn_states.ROUNDS = 0
     if "--slow-steps" in sys.argv:
         sys.argv.remove("--slow-steps")
         slow_steps()

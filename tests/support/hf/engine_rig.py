@@ -76,27 +76,28 @@ class Rig:
         name: str = "tiny-v4",
         *,
         blocks: int = 200,
-        points: int | None = None,
+        points: int | tuple[int, int] | None = None,
         max_running: int = 8,
         options: WorkerOptions | None = None,
         hca_tail: TailForm = TailForm.RAW_ROWS,
     ) -> None:
         """`options` are a node's: its store, its host cache, its settings. `points` None: as many
-        as blocks."""
+        as blocks; two: the least and the most, of which the others may give way to blocks."""
         loaded = checkpoint(name)
         self.runner = ModelRunner(loaded.model, hca_tail=hca_tail)
         layout = self.runner.layout
         slots = {c.name: blocks for c in layout.components}
-        if points is not None:
-            slots |= dict.fromkeys(layout.point_names, points)
+        least, most = points if isinstance(points, tuple) else (None, points)
+        if most is not None:
+            slots |= dict.fromkeys(layout.point_names, most)
         self.runner.allocate(slots, max_running)
-        self.cache = HeteroCache(layout, slots, max_running)
+        self.cache = HeteroCache(layout, slots, max_running, least_points=least)
         limits = SchedulerLimits(
             chunk_tokens=4 * layout.block_tokens,
             prefill_tokens_a_step=4 * layout.block_tokens,
             max_running=max_running,
             max_waiting=100,
-            sequence_tokens=blocks * layout.block_tokens,
+            sequence_tokens=self.cache.occupancy.most_blocks * layout.block_tokens,
         )
         self.node = None
         if options is not None:

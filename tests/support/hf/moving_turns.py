@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-TOKENS = 160
+TOKENS = 240
 MOVES_AFTER, AGAIN_AFTER = 12, 80
 """Events that a client has read when its turn's worker is drained, and when the next one is."""
 WORDS = "Tell me a long story about " + " ".join(f"item {n}" for n in range(40))

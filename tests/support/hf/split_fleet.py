@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -44,6 +44,22 @@ async def gateway_over(
         await gateway.stop()
 
 
+class Answered(NamedTuple):
+    """What was answered to a turn: tokens, what each was worth, and the head."""
+
+    model: str
+    prompt: list[int]
+    said: list[int]
+    logprobs: list[float]
+    headers: httpx.Headers
+
+    def check(self) -> None:
+        """It is a cold engine's answer."""
+        rows = reference(self.model, self.prompt, self.said)
+        for row, token, logprob in zip(rows, self.said, self.logprobs, strict=True):
+            assert abs(float(row[token]) - logprob) <= TOLERANCE
+
+
 async def turn(
     client: httpx.AsyncClient,
     prompt: list[int],
@@ -53,6 +69,20 @@ async def turn(
     model: str = MODEL,
 ) -> tuple[list[int], httpx.Headers]:
     """A turn whose answer is a cold engine's: its tokens, and the answer's head."""
+    answered = await asked(client, prompt, session, tokens=tokens, model=model)
+    answered.check()
+    return answered.said, answered.headers
+
+
+async def asked(
+    client: httpx.AsyncClient,
+    prompt: list[int],
+    session: str,
+    *,
+    tokens: int = 8,
+    model: str = MODEL,
+) -> Answered:
+    """A turn, and what was answered, which may be wrong."""
     body = {
         "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1,
         "return_token_ids": True,
@@ -60,11 +90,8 @@ async def turn(
     answer = await client.post("/v1/completions", json=body, headers={"x-session-id": session})
     assert answer.status_code == 200, answer.text
     choice: dict[str, Any] = answer.json()["choices"][0]
-    said: list[int] = choice["token_ids"]
     logprobs = choice["logprobs"]["token_logprobs"]
-    for row, token, logprob in zip(reference(model, prompt, said), said, logprobs, strict=True):
-        assert abs(float(row[token]) - logprob) <= TOLERANCE
-    return said, answer.headers
+    return Answered(model, prompt, choice["token_ids"], logprobs, answer.headers)
 
 
 def came_of(headers: httpx.Headers) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from ownerserve.cache.outcomes import Begun, NoRoom, Turn
 from ownerserve.kv.frame import Lane, PayloadPart, PayloadSection
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
-from ownerserve.kv.prefix import Identity, Numerics
+from ownerserve.kv.prefix import Identity, Numerics, pack
 from ownerserve.kv.regions import Region
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.headers import LenderAddress
@@ -131,9 +131,14 @@ class Node:
 
     def turn(self, session: SessionId, prompt: list[int]) -> None:
         """A turn of the session has run, and kept its state at the end of its blocks."""
+        turn = self.begin(session, prompt)
+        self.between(lambda: self.cache.finish(turn, 0.0)).result()
+
+    def begin(self, session: SessionId, prompt: list[int]) -> TurnId:
+        """A turn of the session runs, and has computed its prompt."""
+        cache, turn = self.cache, TurnId(f"{session}-{len(prompt)}")
 
         def play() -> None:
-            cache, turn = self.cache, TurnId(f"{session}-{len(prompt)}")
             prefix = prefix_of(prompt, B)
             self.chains.hashed(prefix.tokens, session, prefix.hashed)
             begun = cache.begin(Turn(turn, session, prefix.tokens), 0.0)
@@ -143,7 +148,16 @@ class Node:
             cache.advance(turn, prefix.tokens[begun.restored * 4 : upto * 4], 0.0)
             cache.snapshot(turn, 0.0)
             cache.advance(turn, prefix.tokens[upto * 4 :], 0.0)
-            cache.finish(turn, 0.0)
+
+        self.between(play).result()
+        return turn
+
+    def writes(self, turn: TurnId, tokens: list[int], at: int) -> None:
+        """The turn, which has `at` tokens, has computed more: of its answer."""
+
+        def play() -> None:
+            assert not isinstance(self.cache.reserve(turn, at + len(tokens), 0.0), NoRoom)
+            self.cache.advance(turn, pack(tokens), 0.0)
 
         self.between(play).result()
 

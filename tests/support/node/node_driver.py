@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from ownerserve.cache.effects import LoadPoint, SavePoint
+from ownerserve.cache.effects import LoadPoint, MoveBorder, SavePoint
 from ownerserve.cache.hetero import HeteroCache, parts_of
 from ownerserve.cache.layout import Component, Layout
 from ownerserve.cache.outcomes import Begun, NoRoom, Replay, Turn
@@ -37,6 +37,7 @@ from ownerserve.node.vocabulary.events import (
     Kept,
     Locate,
     Located,
+    MoveSlots,
     NotFetched,
     NotKept,
     RecordsFound,
@@ -106,6 +107,7 @@ class NodeDriver:
         *,
         blocks: int = 64,
         points: int = 16,
+        least_points: int | None = None,
         settings: NodeSettings | None = None,
         ms_per_token: float = 1.0,
         policy: CheckpointPolicy | None = None,
@@ -113,7 +115,7 @@ class NodeDriver:
         slots = {
             c.name: blocks if c.coverage is Coverage.RANGE else points for c in LAYOUT.components
         }
-        self.cache = HeteroCache(LAYOUT, slots, 4)
+        self.cache = HeteroCache(LAYOUT, slots, 4, least_points=least_points)
         self.settings = settings or NodeSettings(record_blocks=4, spill_after_s=1.0)
         names = RecordNames(IDENTITY, LAYOUT, engine="toy/1", blocks=self.settings.record_blocks)
         self.names = names
@@ -267,6 +269,8 @@ class NodeDriver:
                     self.pending.append(copy)
                 case Checkpoint(turns):
                     self.checkpointed += turns
+                case MoveSlots(moves):
+                    self._move(moves)
                 case DropOperation():
                     pass  # the answer comes all the same, and must change nothing
                 case Fill() as fill if self.is_slow:
@@ -282,6 +286,17 @@ class NodeDriver:
                     self.file[tip.session_id] = tip
                 case Forget(session_id):
                     del self.file[session_id]
+
+    def _move(self, moves: tuple[MoveBorder, ...]) -> None:
+        """The slots that change sides lose what they held."""
+        for border in moves:
+            for name in LAYOUT.point_names:
+                for source, target in border.point_moves.get(name, ()):
+                    self.slots[name, target] = self.slots[name, source]
+            assert not border.block_moves, "blocks have got more room"
+            for name, slot in list(self.slots):
+                if name in LAYOUT.point_names and slot >= border.points:
+                    del self.slots[name, slot]
 
     def write(self) -> None:
         """The write that waits longest is made, whoever still wants it."""

@@ -279,7 +279,7 @@ class Lending:
                 end = min(mine.stop, reader.end_head)
                 if first < end:
                     name = self.node.name
-                    pairs.append(LentRank(source, reader.rank, name, "", first, end))
+                    pairs.append(LentRank(reader.rank, name, first, end))
         return tuple(pairs)
 
     def _check(self, ticket: int, check: int) -> None:

@@ -39,7 +39,7 @@ SECOND = PeerLink(RoutingUnit(WorkerId("u"), 0, Incarnation(1)), "u")
 TCP = Road("tcp", is_fenced=True, is_signed=True)
 READV = Road("readv", is_fenced=True, is_signed=False)
 RDMA = Road("rdma", is_fenced=False, is_signed=False)
-RANKS = (LentRank(0, 0, "s"),)
+RANKS = (LentRank(0, "s"),)
 TICKET, RESERVATION = 9, 70
 
 E = TypeVar("E")

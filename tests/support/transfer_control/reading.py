@@ -15,7 +15,6 @@ from ownerserve.transfer.control.events import (
     BringOver,
     BringWanted,
     CancelRead,
-    CommitRefused,
     CommitRoom,
     CopyFromArena,
     FreeArena,
@@ -154,7 +153,7 @@ class Reading:
             self.rooms[got.ticket] = Room(tokens, first, slots)
             node.brings(RoomReserved(effect.number, effect.part, got.ticket))
             return
-        node.brings(RoomRefused(effect.number, effect.part, BringEnd.NO_ROOM))
+        node.brings(RoomRefused(effect.number, effect.part))
 
     def _commit(self, effect: CommitRoom) -> None:
         node, world = self.node, self.node.world
@@ -170,8 +169,8 @@ class Reading:
             first, said = world.names.cell(artifact).first, b"".join(digests)
             parts.append(Verified("kv", first, first + CELL, said, said))
         done = node.cache.ingest.commit(effect.reservation, parts, world.net.now_s)
-        is_in = isinstance(done, Inserted)
-        node.brings((RoomCommitted if is_in else CommitRefused)(effect.reservation))
+        world.require(isinstance(done, Inserted), "what was verified is not taken")
+        node.brings(RoomCommitted(effect.reservation))
 
     def _copy(self, number: int, reservation: int) -> None:
         read = self.reads[number]

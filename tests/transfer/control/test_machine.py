@@ -10,10 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ownerserve.transfer.control.events import (
     ArenaCopied,
     AskPeer,
-    BringEnd,
     BringOver,
     BringUnwanted,
-    CommitRefused,
     CommitRoom,
     CopyFromArena,
     FreeArena,
@@ -163,7 +161,7 @@ class TargetMachine(RuleBasedStateMachine):
     def reserve(self, has_room: bool) -> None:
         asked = self.reserving.pop(0)
         if not has_room:
-            self.tell(RoomRefused(asked.number, asked.part, BringEnd.NO_ROOM))
+            self.tell(RoomRefused(asked.number, asked.part))
             return
         self.numbers += 1
         self.rooms.add(self.numbers)
@@ -197,11 +195,11 @@ class TargetMachine(RuleBasedStateMachine):
         self.tell(ArenaCopied(number))
 
     @precondition(lambda self: self.committing)
-    @rule(takes=st.booleans())
-    def commit(self, takes: bool) -> None:
+    @rule()
+    def commit(self) -> None:
         reservation = self.committing.pop(0)
         self.rooms.remove(reservation)
-        self.tell(RoomCommitted(reservation) if takes else CommitRefused(reservation))
+        self.tell(RoomCommitted(reservation))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -236,7 +234,7 @@ class TargetMachine(RuleBasedStateMachine):
             while self.copying:
                 self.copy()
             while self.committing:
-                self.commit(True)
+                self.commit()
             self.wait(3.0)
         assert not any(self.one.target.counts(self.one.now).values())
         assert not self.rooms and not self.arenas

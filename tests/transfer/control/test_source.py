@@ -49,7 +49,7 @@ HERE = RoutingUnit(WorkerId("s"), 0, Incarnation(1))
 READER = RoutingUnit(WorkerId("t"), 0, Incarnation(1))
 OTHER = RoutingUnit(WorkerId("u"), 0, Incarnation(1))
 TURN = TurnId("turn")
-RANKS = (LentRank(0, 0, "address"),)
+RANKS = (LentRank(0, "address"),)
 PIECE = FramePiece(b"artifact", 0, 4, 0, 2)
 
 

@@ -14,7 +14,6 @@ from ownerserve.transfer.control.events import (
     BringOver,
     BringUnwanted,
     CancelRead,
-    CommitRefused,
     CommitRoom,
     CopyFromArena,
     FreeArena,
@@ -93,7 +92,7 @@ def test_parts_come_one_after_another_and_what_came_stays() -> None:
     one.want((wanted(b"a"),), (wanted(b"b"),))
     one.open(published(b"a"), published(b"b"))
     one.land(one.one(StartRead))
-    assert one.tell(RoomCommitted(RESERVATION)) == [ReserveRoom(1, 1, RANKS)]
+    assert one.tell(RoomCommitted(RESERVATION)) == [ReserveRoom(1, 1)]
     one.tell(RoomReserved(1, 1, 71))
     read = one.one(StartRead)
     one.tell(ReadEnded(ReadFailed(read.number, ReadFailure.GONE)))
@@ -103,7 +102,7 @@ def test_parts_come_one_after_another_and_what_came_stays() -> None:
 def test_all_ranks_have_their_bytes_or_none_counts() -> None:
     one = OneTarget()
     one.want((wanted(b"a"),), ranks=2)
-    ranks = (LentRank(0, 0, "s"), LentRank(1, 1, "s"))
+    ranks = (LentRank(0, "s"), LentRank(1, "s"))
     one.open(published(b"a", ranks=2), ranks=ranks)
     first, second = one.of(StartRead)
     assert (first.rank, second.rank) == ranks
@@ -116,7 +115,7 @@ def test_all_ranks_have_their_bytes_or_none_counts() -> None:
     assert HoldRoom(RESERVATION) in one.done and FreeRoom(RESERVATION) in one.done
 
 
-@pytest.mark.parametrize("ranks", [(LentRank(0, 0, "s"),), (LentRank(0, 0, "s", "", 0, 1, "mla"),)])
+@pytest.mark.parametrize("ranks", [(LentRank(0, "s"),), (LentRank(0, "s", 0, 1, "mla"),)])
 def test_ranks_that_are_not_all_served_are_a_mismatch(ranks: tuple[LentRank, ...]) -> None:
     one = OneTarget()
     one.want((wanted(b"a"),), ranks=2)
@@ -379,18 +378,13 @@ def test_a_peer_that_has_less_ends_the_bring_at_once() -> None:
     assert (one.over().end, one.over().parts) == (BringEnd.SHORT, 1)
 
 
-def test_a_cache_without_room_or_that_does_not_take_it_ends_the_bring() -> None:
+def test_who_has_no_room_ends_the_bring() -> None:
     one = OneTarget()
     one.want((wanted(b"a"),))
     one.answer(Lent(TICKET, RANKS))
-    one.tell(RoomRefused(1, 0, BringEnd.NO_ROOM))
+    one.tell(RoomRefused(1, 0))
     assert one.over().end is BringEnd.NO_ROOM
-    one = OneTarget()
-    one.want((wanted(b"a"),))
-    one.open(published(b"a"))
-    one.land(one.one(StartRead))
-    one.tell(CommitRefused(RESERVATION))
-    assert one.over().end is BringEnd.NOT_TAKEN
+    assert TellPeer(FIRST, ReturnLend(TICKET, FIRST.unit)) in one.done
     assert not any(one.target.counts(one.now).values())
 
 

@@ -49,6 +49,7 @@ class Session(msgspec.Struct, eq=False):
                        is late
     next_check_s, queued_s   when the table looks at it next; the instant it waits under, no later,
                              None while it waits under none
+    more_refs  for how many more sessions it counts: where it stands for a turn that is here
     """
 
     session_id: SessionId
@@ -68,6 +69,7 @@ class Session(msgspec.Struct, eq=False):
     next_check_s: float = 0.0
     queued_s: float | None = None
     is_referenced: bool = False
+    more_refs: int = 0
     pin: Receipt | None = None
 
     @property

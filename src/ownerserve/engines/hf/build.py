@@ -53,6 +53,7 @@ from ownerserve.node.storage.limits import StoreLimits
 from ownerserve.node.storage.media import DEFAULT_WRITE
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.opening import NodeTransfers, TransferPlace
+from ownerserve.node.transfers.prefills import AfterRead
 from ownerserve.node.transfers.ranks import holders_of
 from ownerserve.node.vocabulary.chains import PromptPrefixes
 from ownerserve.node.vocabulary.records import RecordNames
@@ -157,7 +158,10 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         if transfers is not None:
             transfers.move_sessions(cache, steps, restoring.comings)
             transfers.move_turns(
-                steps.movable, partial(check_state, facts=facts, device=runner.device)
+                steps.movable,
+                partial(check_state, facts=facts, device=runner.device),
+                cache=cache,
+                node=restoring.comings,
             )
             names, port = node.state.names, HfPort(runner)
             steps.serve_peers(transfers.compute_for_others(cache, names, steps, layers=port))
@@ -204,6 +208,7 @@ def _identity(
         worker=WorkerId(options.worker_id),
         owns_sessions=options.directory is not None,
         lends=() if place is None or node is None else place.lends(node.tiers),
+        frees_prompts=place is not None and place.after_read is AfterRead.FREE,
     )
 
 

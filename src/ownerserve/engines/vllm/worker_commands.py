@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from ownerserve.node.transfers.bringing import BringNews
-from ownerserve.node.transfers.peers import PeerOffer
+from ownerserve.node.transfers.offers import PeerOffer
 from ownerserve.node.vocabulary.events import RecordsLost
 from ownerserve.store.format.model import Meta, Want
 

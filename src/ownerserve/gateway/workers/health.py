@@ -67,6 +67,7 @@ def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[
         and stated.speed.prefill_measured_s is not None,
         lends=_lends(stated.lends),
         are_steps_measured=stated.speed is not None and stated.speed.step_measured_s is not None,
+        frees_prompts=stated.frees_prompts,
     )
     return profile, tuple(problems)
 

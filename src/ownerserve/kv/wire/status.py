@@ -175,6 +175,7 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
     `sequence_tokens`: the longest sequence it takes; 0: not said. `owns_sessions`: it says
     to a directory what it owns. `lends`: the tiers from which other workers read its state; None:
     not said. `leaving`: it ends soon, and wants no new turn; until then its state can be read.
+    `frees_prompts`: what it computed for another worker it frees once that one has it.
     """
 
     models: tuple[str, ...] = ()
@@ -190,6 +191,7 @@ class ProfileStatement(msgspec.Struct, frozen=True, kw_only=True):
     owns_sessions: bool = False
     lends: tuple[str, ...] | None = None
     leaving: bool = False
+    frees_prompts: bool = False
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -457,6 +459,7 @@ def _profile(fields: _Fields) -> ProfileStatement:
         owns_sessions=fields.is_true("owns_sessions"),
         lends=fields.texts("lends"),
         leaving=fields.is_true("leaving"),
+        frees_prompts=fields.is_true("frees_prompts"),
     )
 
 

@@ -70,6 +70,7 @@ from ownerserve.node.vocabulary.events import (
     Filled,
     Filling,
     FindRecords,
+    MoveSlots,
     NotFetched,
     Offer,
     OperationId,
@@ -673,18 +674,24 @@ class Restores:
         """Bring the next part of what is planned, behind what the device has."""
         assert pending.plan is not None, "what is brought was planned"
         way, turn_id = pending.plan.chosen, pending.event.turn_id
-        reserved = self._reserve(pending, match, way, now=now)
+        reserved, first = self._reserve(pending, match, way, now=now), list[Effect]()
         if reserved is None:
             return self._started(pending, RestoreOutcome.NOT_WORTH_IT, now)
         if isinstance(reserved, Later):
             pending.phase, pending.deadline_s = RestorePhase.OFFERED, inf
             return [Offer(turn_id, way.position, way.computed_from)]
+        if isinstance(reserved, NoRoom) and (moves := self._device.give_way(reserved)):
+            assert pending.arrival is not None
+            first.append(MoveSlots(moves))
+            reserved = self._device.reserve(turn_id, pending.arrival, now)
         if not isinstance(reserved, SlotsReserved):
-            return self._started(pending, RestoreOutcome.NO_ROOM, now)
+            return [*first, *self._started(pending, RestoreOutcome.NO_ROOM, now)]
         pending.room = reserved
         pending.phase, operation_id = RestorePhase.LOADING, self._begin(pending)
         wants = tuple(reading.want for reading in pending.readings)
-        return [Fetch(operation_id, wants, pending.deadline_s, self._computed(pending))]
+        computed = self._computed(pending)
+        fetch = Fetch(operation_id, wants, pending.deadline_s, turn_id, computed)
+        return [*first, fetch]
 
     def _computed(self, pending: PendingRestore) -> tuple[tuple[Want, ...], ...]:
         """Return, once for each plan, the parts of what somebody computes for the turn; none where

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from ownerserve.cache.effects import MoveBorder
 from ownerserve.cache.hetero import HeteroCache
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import (
@@ -30,6 +31,7 @@ from ownerserve.cache.outcomes import (
     SlotsReserved,
     Verified,
 )
+from ownerserve.cache.sessions import Awaited
 from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.messages import RestoreAction, Tier
 from ownerserve.kv.prefix import HashedPrefix, Packed
@@ -104,12 +106,14 @@ class Walks:
         behind = None if prompt is None else self._cache.residents.behind(*prompt)
         return self._cache.residents.missing_blocks(tokens, behind=behind, held=held, more=more)
 
-    def retain(self, turn_id: TurnId, tokens: Packed, now: float) -> None:
+    def retain(
+        self, turn_id: TurnId, tokens: Packed, now: float, *, awaited: Awaited = Awaited.IN_LINE
+    ) -> None:
         """Ask the cache to keep what of the prompt is resident until the turn is over: it is
         evicted last."""
         prompt = self._prompts.get(turn_id)
         behind = None if prompt is None else self._cache.residents.behind(*prompt)
-        self._cache.residents.retain(turn_id, tokens, now, behind=behind)
+        self._cache.residents.retain(turn_id, tokens, now, behind=behind, awaited=awaited)
 
 
 class Later(msgspec.Struct, frozen=True):
@@ -140,6 +144,11 @@ class Device(Protocol):
     ) -> SlotsReserved | NoRoom | CacheRefused | Later:
         """Reserve slots for state that comes from the store; NoRoom or CacheRefused where there are
         none to be had."""
+        ...
+
+    def give_way(self, short: NoRoom) -> tuple[MoveBorder, ...]:
+        """Have point slots give way to the range blocks that were missing; nothing where they
+        can't, or where something else was."""
         ...
 
     def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
@@ -180,6 +189,11 @@ class OwnDevice:
         self, turn_id: TurnId, arrival: Arrival, now: float
     ) -> SlotsReserved | NoRoom | CacheRefused | Later:
         return self._cache.ingest.reserve(arrival, now)
+
+    def give_way(self, short: NoRoom) -> tuple[MoveBorder, ...]:
+        if short.pool != self._cache.occupancy.blocks.name:
+            return ()
+        return self._cache.border.give_way(short.missing)
 
     def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
         return self._cache.ingest.commit(ticket, parts, now)

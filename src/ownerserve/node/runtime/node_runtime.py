@@ -53,6 +53,7 @@ from ownerserve.node.vocabulary.events import (
     Kept,
     Locate,
     Located,
+    MoveSlots,
     NotFetched,
     NotKept,
     OperationId,
@@ -243,10 +244,10 @@ class NodeRuntime:
                     )
                     ticket = self._store.submit_look(look, deadline_s=until_s)
                     self._asked[operation_id] = (ticket, effect)
-                case Fetch(operation_id, wants, deadline_s, computed):
+                case Fetch(operation_id, wants, deadline_s, turn_id, computed):
                     until_s = time.time() + deadline_s - now
-                    if computed and (peers := self._backing.tiers.peers) is not None:
-                        peers.expect(computed)
+                    if (peers := self._backing.tiers.peers) is not None:
+                        peers.expect(wants, turn_id, computed)
                     ticket = self._store.submit_read(wants, deadline_s=until_s)
                     self._asked[operation_id] = (ticket, effect)
                 case DropOperation(operation_id):
@@ -262,6 +263,8 @@ class NodeRuntime:
                 case CallOffPrefill(turn_id):
                     if (peers := self._backing.tiers.peers) is not None:
                         peers.call_off(turn_id)
+                case MoveSlots(moves):
+                    self._engine.apply(moves)
                 case Fill():
                     waiting.extend(self.state.handle(self._fill(effect), now))
                 case StoreCopy():

@@ -98,8 +98,14 @@ class PeerTier(Protocol):
         it."""
         ...
 
-    def expect(self, parts: Sequence[Sequence[Want]]) -> None:
-        """Bring all these parts when the first of them is read, since the others will be. Does not
+    def expect(
+        self,
+        wants: Sequence[Want],
+        turn_id: TurnId,
+        computed: Sequence[Sequence[Want]],
+    ) -> None:
+        """Have the wants read, whatever of them was given up before; and all parts that a peer
+        `computed` for the turn when the first of them is read, since the others will be. Does not
         wait, nor do `give_up` and `call_off`."""
         ...
 

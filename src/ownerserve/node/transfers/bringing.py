@@ -12,6 +12,7 @@ import msgspec
 from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.transfers.counting import BringCounts, named
+from ownerserve.node.transfers.landings import Landings
 from ownerserve.node.transfers.lenders import Lenders, no_engine
 from ownerserve.node.transfers.opening import TransferPlace
 from ownerserve.node.transfers.peers import Peers
@@ -63,10 +64,11 @@ class Bringing:
     ) -> None:
         key = None if place.key is None else transfer_key(place.key)
         roads = NodeRoads(key, place.roads, settings=ReaderSettings(interface=place.interface))
+        landings = Landings(sections, place.landing_bytes)
         self._service = TransferService(
             lambda loop: (
                 SourceSide(unit, Lenders(None), no_engine, digests=Xxh3(), loop=loop),
-                TargetSide(unit, sections, roads, key=place.key, loop=loop),
+                TargetSide(unit, landings, roads, key=place.key, loop=loop),
             )
         )
         self.peers = Peers(self._service, sections, block_tokens)

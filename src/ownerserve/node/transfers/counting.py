@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from ownerserve.node.transfers.landings import LandingNumbers
 from ownerserve.transfer.movers.arena import ArenaNumbers
 
 
@@ -41,10 +42,14 @@ class TransferCounts(BringCounts, frozen=True, kw_only=True):
     """By `came` and `went`, and how each ended."""
     turn_moves: Mapping[tuple[str, str], int]
     """The same, of turns amid their answers."""
+    turn_states: Mapping[str, int]
+    turn_state_bytes: int
+    """State of these turns that came before they were stopped."""
     replicas: Mapping[str, int]
     replica_bytes: int
     connections: int
     stage_used_bytes: int
+    landings: LandingNumbers
     arena: ArenaNumbers | None
     """None: no road needs one."""
 

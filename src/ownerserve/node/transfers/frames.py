@@ -1,7 +1,9 @@
-"""Frames carry what peers say of lends, inside requests of the node's RPC port. Version 1.
+"""Frames carry what peers say of lends, inside requests of the node's RPC port. Version 2.
 
 A frame is msgpack `[version, message]`; messages are tagged structs (transfer.control.messages),
-whose unknown fields are ignored and whose new fields have defaults.
+whose unknown fields are ignored and whose new fields have defaults. Ranks and pieces are read by
+their places: what is taken out of them is another version, and who speaks version 1 is answered as
+malformed, so that its turn computes.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import msgspec
 from ownerserve.kv.wire.framed import open_frame
 from ownerserve.transfer.control.messages import PeerAnswer, PeerQuestion
 
-VERSION = 1
-OLDEST = 1
+VERSION = 2
+OLDEST = 2
 
 T = TypeVar("T")
 

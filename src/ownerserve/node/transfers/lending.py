@@ -122,7 +122,10 @@ class Lending:
         depths, block = sorted(self._points(tokens)), self._block
         points = tuple(depth * block for depth in depths)
         step = -(-len(digests) // ENDS_TOLD)
-        told = sorted({*range(step, len(digests), step), *depths[-ENDS_TOLD:]})
+        told = sorted({
+            *range(step, len(digests), step), *depths[-ENDS_TOLD:],
+            *self._left_before(asked.session_id, tokens),
+        })  # fmt: skip
         ends = tuple((depth * block, digests[depth - 1]) for depth in told)
         return PrefixIs(len(digests) * block, points, digests[-1], ends=ends)
 
@@ -167,7 +170,7 @@ class Lending:
         ticket = self._cache.lends.lend(kept, now, idle_s=asked.idle_s)
         self._forget_ended()
         self.cover(ticket, artifacts)
-        ranks = (LentRank(0, lend.ranks[0].rank, self.address),)
+        ranks = (LentRank(lend.ranks[0].rank, self.address),)
         return LendOpened(asked.number, ticket, ranks, sized)
 
     def touch(self, ticket: int) -> None:
@@ -224,12 +227,19 @@ class Lending:
         for session_id in (hint.session_id, hint.parent):
             if session_id is None:
                 continue
-            resident = self._cache.residents.tokens_of(session_id)
+            resident = tokens_to_lend(self._cache, session_id)
             blocks = min(len(resident) // size, hint.tokens // self._block)
             if blocks:
                 tokens = resident[: blocks * size]
                 return tokens, self._chains.peek(tokens, (session_id,))
         return b"", ()
+
+    def _left_before(self, session_id: SessionId, tokens: Packed) -> tuple[int, ...]:
+        """Return the depth, in blocks, at which the session's last turn ended, where one that runs
+        goes on from there; who runs another beside it shares so much."""
+        left = self._cache.residents.tokens_of(session_id)
+        goes_on = 0 < len(left) < len(tokens) and tokens.startswith(left)
+        return (len(left) // self._cache.layout.packed_block_bytes,) if goes_on else ()
 
     def _points(self, tokens: Packed) -> list[int]:
         """List the depths, in blocks, at which all point state is resident."""
@@ -288,6 +298,13 @@ class Lending:
         """Forget what ended by itself: it expired, or a turn needed the room."""
         for ticket in [one for one in self._lent if not self.stands(one)]:
             del self._lent[ticket]
+
+
+def tokens_to_lend(cache: HeteroCache, session_id: SessionId) -> Packed:
+    """Return the whole blocks, as tokens, that can be lent of a session by its name: what its last
+    turn left, or what a turn of it that runs has sealed by now, where that is more."""
+    left, sealed = cache.residents.tokens_of(session_id), cache.lends.places.sealed_of(session_id)
+    return max(left, sealed, key=len)
 
 
 def serves(ranks: Sequence[ReaderRank]) -> bool:

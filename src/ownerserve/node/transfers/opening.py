@@ -42,6 +42,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.transfers.counting import TransferCounts
 from ownerserve.node.transfers.engines import ARENA_BYTES, NodeEngines, check_engines
+from ownerserve.node.transfers.landings import LANDING_BYTES, Landings
 from ownerserve.node.transfers.legs import GatewayLegs
 from ownerserve.node.transfers.lenders import Lenders, OnEngine, no_engine
 from ownerserve.node.transfers.lending import Lending
@@ -54,6 +55,7 @@ from ownerserve.node.transfers.roads import READV, ROADS, NodeRoads, kinds_of
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import SourceSide
 from ownerserve.node.transfers.stage import LendStage
+from ownerserve.node.transfers.state_brings import BringingNode
 from ownerserve.node.transfers.stored_lends import FindRecord, LentStore, RecordForms, StoredLends
 from ownerserve.node.transfers.stored_looks import (
     LENT_TIERS,
@@ -65,6 +67,7 @@ from ownerserve.node.transfers.suspending import Suspensions
 from ownerserve.node.transfers.target_side import TargetSide
 from ownerserve.node.transfers.turn_lends import LayersWatched, TurnLends
 from ownerserve.node.transfers.turn_moves import ComingTurns, LeavingTurns, StoppingEngine
+from ownerserve.node.transfers.turn_states import TurnStates
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.node.vocabulary.settings import BRINGS_AT_ONCE
 from ownerserve.plan.cost.prices import Prices
@@ -99,8 +102,9 @@ class TransferPlace(msgspec.Struct, frozen=True):
     `prefill_peers` are RPC addresses of workers of which one computes a long prompt, where no
     gateway has named one; `after_read` is what becomes of what it computed for others. What it
     lends of its host memory and disk lies in `stage_bytes` of memory meanwhile; 0: it lends nothing
-    of them. `interface` is the device by which alone it is read over TCP, and reads; empty: any. So
-    many `brings` may be waited for at once, beside the store's own reads."""
+    of them. What it brings comes into `landing_bytes` of it. `interface` is the device by which
+    alone it is read over TCP, and reads; empty: any. So many `brings` may be waited for at once,
+    beside the store's own reads."""
 
     host: str = LOOPBACK
     port: int = 0
@@ -110,6 +114,7 @@ class TransferPlace(msgspec.Struct, frozen=True):
     arena_bytes: int = ARENA_BYTES
     digest: str = XXH3
     stage_bytes: int = STAGE_BYTES
+    landing_bytes: int = LANDING_BYTES
     interface: str = ""
     after_read: AfterRead = AfterRead.KEEP
     brings: int = BRINGS_AT_ONCE
@@ -186,10 +191,11 @@ class NodeTransfers:
         roads = NodeRoads(
             key, place.roads, settings=reads_by, engines=opened, arena=arena, digests=digests
         )
+        self._landings = Landings(sections, place.landing_bytes)
         self.service = TransferService(
             lambda loop: (
                 SourceSide(unit, self._lenders, self._on_engine, digests=digests, loop=loop),
-                TargetSide(unit, sections, roads, key=place.key, loop=loop),
+                TargetSide(unit, self._landings, roads, key=place.key, loop=loop),
             )
         )
         self.peers = Peers(self.service, sections, block_tokens)
@@ -203,7 +209,8 @@ class NodeTransfers:
         """How sessions leave, come, and are put away; None: none is."""
         self.leaving_turns: LeavingTurns | None = None
         self.coming_turns: ComingTurns | None = None
-        """How turns leave and come amid their answers; None: none does."""
+        self.turn_states: TurnStates | None = None
+        """How turns leave and come amid their answers, and their state before; None: none does."""
         self.prefix_takes: PrefixTakes | None = None
         """What brings replicas here; None: nothing does."""
         self.stopped: Callable[[], None] = lambda: None
@@ -271,12 +278,22 @@ class NodeTransfers:
         self.prefix_takes = PrefixTakes(self._unit, cache, node=node, on_engine=on_engine)
 
     def move_turns(
-        self, engine: StoppingEngine, check: Callable[[bytes], WorkerRefusal | None]
+        self,
+        engine: StoppingEngine,
+        check: Callable[[bytes], WorkerRefusal | None],
+        *,
+        cache: HeteroCache,
+        node: BringingNode,
     ) -> None:
         """Have turns move to peers and from them amid their answers, `check` being what an engine
         says of a state that it is to go on from; call it before `start`."""
-        self.leaving_turns = LeavingTurns(engine, lambda work: self._on_engine(work))
-        self.coming_turns = ComingTurns(check)
+
+        def on_engine(work: Callable[[], object]) -> Future[object]:
+            return self._on_engine(work)
+
+        self.leaving_turns = LeavingTurns(engine, on_engine)
+        self.turn_states = states = TurnStates(cache, node=node, on_engine=on_engine)
+        self.coming_turns = ComingTurns(check, states)
 
     def start(self, on_engine: OnEngine, *, rpc: str = "") -> None:
         """Begin to lend and bring; `on_engine` runs calls where the cache is owned. `rpc`: the
@@ -380,9 +397,12 @@ class NodeTransfers:
             told_bytes={} if self.prefills is None else dict(self.prefills.told_bytes),
             moves=self._moves(),
             turn_moves=self._turn_moves(),
+            turn_states={} if self.turn_states is None else dict(self.turn_states.counts),
+            turn_state_bytes=0 if self.turn_states is None else self.turn_states.moved_bytes,
             replicas={} if self.prefix_takes is None else dict(self.prefix_takes.counts),
             replica_bytes=0 if self.prefix_takes is None else self.prefix_takes.moved_bytes,
             connections=self._server.connections,
+            landings=self._landings.numbers(time.monotonic()),
             arena=None if arena is None else arena.numbers(time.monotonic()),
             staged_bytes=0 if stored is None else stored.counts["staged_bytes"],
             failed_stagings=0 if stored is None else stored.counts["failed"],

@@ -107,6 +107,10 @@ class Orders:
         session, leg = prefix.session_id, order.leg
         return Prefill(order.tokens, order.cache_salt, session, self.own, known, leg)
 
+    def is_over(self, turn_id: TurnId) -> bool:
+        """Tell whether the turn wants no order any more."""
+        return turn_id in self._over
+
     def call_off(self, turn_id: TurnId) -> None:
         """Forget the turn's order, and tell who computes: it is done with. One without is no
         error."""

@@ -7,12 +7,14 @@ ended     what has not landed never will
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as NotInTime
 from contextlib import suppress
 
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.transfers.landing import Landing
+from ownerserve.node.transfers.offers import PeerOffer
 from ownerserve.node.transfers.target_side import BringParts
 from ownerserve.store.format.model import Want
 from ownerserve.transfer.control.events import BringOver
@@ -30,6 +32,8 @@ class PartBring:
         self.parts = parts
         self.for_turn = for_turn
         self.wanted: BringParts = ()
+        self.offers: Mapping[bytes, PeerOffer] = {}
+        """Which offer each record is brought by, once begun."""
         self.over: Future[BringOver] | None = None
         self.began_s, self.ready_ms = 0.0, 0.0
         self.is_stopped = False

@@ -30,6 +30,7 @@ from ownerserve.kv.wire.holders import LendingRank
 from ownerserve.kv.wire.rpc import PrefixIs
 from ownerserve.node.transfers.landing import Landing
 from ownerserve.node.transfers.lending import SessionHint
+from ownerserve.node.transfers.offers import Offers, PeerOffer
 from ownerserve.node.transfers.orders import Orders
 from ownerserve.node.transfers.part_bring import PartBring
 from ownerserve.node.transfers.ranks import RankHolders, is_whole, misfit, reached, shares
@@ -53,29 +54,17 @@ from ownerserve.transfer.vocabulary import FramePiece
 
 log = logging.getLogger("ownerserve.transfer")
 
-OFFERS_KEPT = 65536
 TOLD_S, TOLD_KEPT = 1.0, 64
 """A peer's word holds so long, for so many prefixes: longer than the looks of one restore take."""
+GIVEN_UP_KEPT = 1024
+"""More reads than are under way at once."""
 NO_DIGEST = bytes(32)
 ORDER_SHARE = 4.0
 """What a peer computes may take so many times as long as it says, or as computing here would."""
 
 
 _Asked = tuple[LenderAddress, SessionId, int]
-
-
-class PeerOffer(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A `PeerOffer` is a record that `lender` is said to hold, among the first `tokens` tokens.
-    It has it at hand in `ready_ms`; `turn_id`: its turn computes it until then. `ranks`: who lends
-    it, each its own part; empty: the lender does, whole."""
-
-    prefix: PeerPrefix
-    lender: LenderAddress
-    record: PeerRecord
-    tokens: int
-    turn_id: TurnId = NO_TURN
-    ready_ms: float = 0.0
-    ranks: tuple[LendingRank, ...] = ()
+_Part = tuple[Want, ...]
 
 
 class Peers:
@@ -100,11 +89,13 @@ class Peers:
         self._service = service
         self._sections = sections
         self._block = block_tokens
-        self._offers: OrderedDict[bytes, PeerOffer] = OrderedDict()
+        self._offers = Offers(self.orders.is_over)
         self._told: OrderedDict[_Asked, tuple[PrefixIs | None, float]] = OrderedDict()
-        self._expected: dict[tuple[Want, ...], PartBring] = {}
-        """Parts that will be read, of brings of several."""
-        self._reading: dict[tuple[Want, ...], PartBring] = {}
+        self._expected: dict[_Part, list[PartBring]] = {}
+        """Parts that will be read, of brings of several: of equal prompts the first one's first."""
+        self._reading: dict[_Part, PartBring] = {}
+        self._given_up: OrderedDict[_Part, None] = OrderedDict()
+        """What was given up, for a read that has begun on its thread and has not come here."""
         self._lock = Lock()
         self._said: set[Misfit] = set()
 
@@ -188,54 +179,81 @@ class Peers:
 
     def has(self, ids: Sequence[bytes]) -> frozenset[bytes]:
         """Return which of `ids` a peer is said to hold."""
-        return frozenset(id_ for id_ in ids if id_ in self._offers)
+        return frozenset(id_ for id_ in ids if self._offers.of(id_) is not None)
 
     def offered(self, wants: Sequence[Want]) -> dict[bytes, PeerOffer]:
         """Return what was offered of the wants, by id, for who brings it in another process."""
-        found = {want.id: self._offers.get(want.id) for want in wants}
+        found = {want.id: self._offers.of(want.id) for want in wants}
         return {id_: _slim(offer) for id_, offer in found.items() if offer is not None}
 
     def learn(self, offers: Mapping[bytes, PeerOffer]) -> None:
         """Take offers that were made in another process."""
-        with self._lock:
-            self._offers.update(offers)
-            while len(self._offers) > OFFERS_KEPT:
-                self._offers.popitem(last=False)
+        self._offers.learn(offers)
 
-    def expect(self, parts: Sequence[Sequence[Want]]) -> None:
-        """Bring all these parts, which one peer computes, once the first of them is read."""
-        offer = self._offers.get(parts[0][0].id)
+    def expect(
+        self,
+        wants: Sequence[Want],
+        turn_id: TurnId = NO_TURN,
+        computed: Sequence[Sequence[Want]] = (),
+    ) -> None:
+        """Have the wants read, whatever of them was given up before. `computed` are all parts of
+        what one peer computes for the turn: bring them all once the first of them is read."""
+        with self._lock:
+            self._given_up.pop(tuple(wants), None)
+        offer = self._offers.of(computed[0][0].id, turn_id) if computed else None
         if offer is None:
             return  # nor will it be brought
-        coming = PartBring(tuple(map(tuple, parts)), offer.prefix.turn_id)
+        coming = PartBring(tuple(map(tuple, computed)), offer.prefix.turn_id)
         with self._lock:
-            self._expected.update(dict.fromkeys(coming.parts, coming))
+            for part in coming.parts:
+                self._expected.setdefault(part, []).append(coming)
 
     def read(self, wants: Sequence[Want], of: Sequence[Want] = ()) -> ReadOutcome:
         """Bring the wants, which one peer offered, or give a miss. They are all of what is given up
-        together, or the part `of` it that is away."""
+        together, or the part `of` it that is away. Where the turn that ordered them is over, and
+        another one ordered the same, they come as that one's."""
         part, key = tuple(wants), tuple(of or wants)
-        with self._lock:
-            coming = self._expected.pop(part, None) or PartBring((part,))
-            if wants:
+        while True:
+            with self._lock:
+                coming = self._next(part)
                 self._reading[key] = coming
-        try:
-            return self._read(coming, part)
-        finally:
+                is_given_up = key in self._given_up
+            if is_given_up:
+                coming.stop()
+            outcome: ReadOutcome = (
+                ReadMiss(MissReason.CANCELLED, b"") if is_given_up else self._read(coming, part)
+            )
             with self._lock:
                 if self._reading.get(key) is coming:  # not who asked for the same since
-                    self._reading.pop(key, None)
+                    del self._reading[key]
+                is_given_up = key in self._given_up
+                if is_given_up:
+                    del self._given_up[key]
+            is_anothers = coming.for_turn is not None and self.orders.is_over(coming.for_turn)
+            if isinstance(outcome, ReadHit) or is_given_up or not is_anothers:
+                return outcome
+            if not self.has([want.id for want in part]):
+                return outcome
 
-    def _read(self, coming: PartBring, part: tuple[Want, ...]) -> ReadOutcome:
+    def _next(self, part: _Part) -> PartBring:
+        """Return the bring by which a part comes; the lock is held."""
+        expected = self._expected.get(part, [])
+        if not expected:
+            return PartBring((part,))
+        coming = expected.pop(0)
+        if not expected:
+            del self._expected[part]
+        return coming
+
+    def _read(self, coming: PartBring, part: _Part) -> ReadOutcome:
         if coming.over is None and not self._begin(coming):
             return ReadMiss(MissReason.ABSENT, part[0].id if part else b"")
         landing = coming.landing_of(part)
         if landing is None:
             if coming.is_stopped:
                 return ReadMiss(MissReason.CANCELLED, b"")
-            with self._lock:
-                for want in part:
-                    self._offers.pop(want.id, None)
+            for want in part:
+                self._offers.forget(want.id, coming.offers[want.id])
             return ReadMiss(MissReason.ABSENT, b"")
         wanted = coming.wanted[coming.parts.index(part)]
         parts = tuple(
@@ -246,7 +264,8 @@ class Peers:
 
     def _begin(self, coming: PartBring) -> bool:
         """Begin to bring the parts; False: somebody did not offer them."""
-        offers = [[self._offers.get(want.id) for want in part] for part in coming.parts]
+        turn_id = coming.for_turn or NO_TURN
+        offers = [[self._offers.of(want.id, turn_id) for want in part] for part in coming.parts]
         found = [[one for one in part if one is not None] for part in offers]
         if not all(offers) or found != offers:
             return False
@@ -255,7 +274,12 @@ class Peers:
             tuple(self._wanted(want, at.record) for want, at in zip(part, of, strict=True))
             for part, of in zip(coming.parts, found, strict=True)
         )
-        tokens = min(one.tokens for part in found for one in part)
+        coming.offers = {
+            want.id: at
+            for part, of in zip(coming.parts, found, strict=True)
+            for want, at in zip(part, of, strict=True)
+        }
+        tokens = min(one.tokens for one in coming.offers.values())
         hint = SessionHint(offer.prefix.session_id, offer.prefix.parent, tokens)
         may_ms = offer.prefix.compute_ms or inf
         if offer.turn_id != NO_TURN:
@@ -324,22 +348,32 @@ class Peers:
         coming.ended()
 
     def give_up(self, wants: Sequence[Want]) -> None:
-        """Bring these no more, if they are being brought: nobody waits for them."""
+        """Bring these no more: nobody waits for them. A read that has not come here yet brings
+        nothing, unless they are expected anew."""
+        key = tuple(wants)
         with self._lock:
-            coming = self._reading.get(tuple(wants))
+            coming = self._reading.get(key)
+            self._given_up[key] = None
+            while len(self._given_up) > GIVEN_UP_KEPT:
+                self._given_up.popitem(last=False)
         if coming is not None:
             coming.stop()
 
     def call_off(self, turn_id: TurnId) -> None:
         """Have nobody compute the turn's prompt any more, and bring no more of it; no error where
         nobody does."""
+        self.orders.call_off(turn_id)  # first: who reads it learns why it comes no more
+        gone = dict[int, PartBring]()
         with self._lock:
-            gone = {part: one for part, one in self._expected.items() if one.for_turn == turn_id}
-            for part in gone:
-                del self._expected[part]
+            for part, expected in list(self._expected.items()):
+                gone |= {id(one): one for one in expected if one.for_turn == turn_id}
+                left = [one for one in expected if one.for_turn != turn_id]
+                if left:
+                    self._expected[part] = left
+                else:
+                    del self._expected[part]
         for coming in gone.values():
             coming.stop()
-        self.orders.call_off(turn_id)
 
     def _wanted(self, want: Want, record: PeerRecord) -> WantedArtifact:
         section = self._sections[record.component]

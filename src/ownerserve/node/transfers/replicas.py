@@ -40,6 +40,7 @@ from ownerserve.kv.wire.rpc import (
     TokensAre,
 )
 from ownerserve.node.transfers.lenders import OnEngine
+from ownerserve.node.transfers.lending import tokens_to_lend
 from ownerserve.node.transfers.state_brings import (
     ANSWER_S,
     TOKENS_MAX_BYTES,
@@ -75,7 +76,7 @@ class PrefixTakes:
         engine's thread."""
         layout = self._cache.layout
         most = asked.tokens // layout.block_tokens * layout.packed_block_bytes
-        tokens = self._cache.residents.tokens_of(asked.session_id)[:most]
+        tokens = tokens_to_lend(self._cache, asked.session_id)[:most]
         if not tokens:
             return Reject(WorkerRefusal.UNKNOWN_SESSION)
         if len(tokens) > TOKENS_MAX_BYTES:

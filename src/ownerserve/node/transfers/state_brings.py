@@ -72,8 +72,9 @@ class StateBrings:
         def told(end: CameIn) -> None:
             loop.call_soon_threadsafe(_settle, came, end)
 
-        await asyncio.wrap_future(self._on_engine(lambda: self._node.bring(coming, told)))
+        begun = self._on_engine(lambda: self._node.bring(coming, told))
         try:
+            await asyncio.wrap_future(begun)
             return await came
         except asyncio.CancelledError:
             self._on_engine(lambda: self._node.give_up(turn_id))

@@ -145,7 +145,7 @@ class StoredLends:
         ticket = _Ticket(number, tuple(self._placed(found, first)))
         with self._lock:
             self._standing[number] = ticket
-        ranks = (LentRank(0, lend.ranks[0].rank, self.address),)
+        ranks = (LentRank(lend.ranks[0].rank, self.address),)
         return LendOpened(asked.number, number, ranks, (), follows=ticket.turn_id)
 
     def opened(self, number: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import inf
 from typing import NamedTuple, Protocol
@@ -18,7 +18,6 @@ from zmq import ZMQError
 
 from ownerserve.kv.addresses import parse_endpoint
 from ownerserve.kv.errors import InvalidInput
-from ownerserve.kv.frame import PayloadSection
 from ownerserve.kv.ids import TurnId, WorkerId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.wire.curve import FleetKey
@@ -45,6 +44,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.transfers.frames import decode_reply, encode_message
 from ownerserve.node.transfers.landing import Landing
+from ownerserve.node.transfers.landings import Landings, LandingsFull
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.memory import LenderPlaces
 from ownerserve.node.transfers.read_arena import ReadArena
@@ -60,6 +60,7 @@ from ownerserve.transfer.control.events import (
     CopyFromArena,
     FreeArena,
     FreeRoom,
+    HoldRoom,
     PeerAnswered,
     PeerLink,
     PeerReplaced,
@@ -68,6 +69,7 @@ from ownerserve.transfer.control.events import (
     ReadGoal,
     ReserveRoom,
     RoomCommitted,
+    RoomRefused,
     RoomReserved,
     StartRead,
     TargetEffect,
@@ -144,10 +146,9 @@ class _Bring(msgspec.Struct, eq=False):
     into: Landing | None
 
 
-class _PartLanding(NamedTuple):
+class _PartOf(NamedTuple):
     number: int
     part: int
-    landing: Landing
 
 
 class TargetSide:
@@ -156,7 +157,7 @@ class TargetSide:
     def __init__(
         self,
         unit: RoutingUnit,
-        sections: Mapping[str, PayloadSection],
+        landings: Landings,
         roads: Roads,
         *,
         key: FleetKey | None,
@@ -168,17 +169,18 @@ class TargetSide:
         self.read_failures: Counter[str] = Counter()
         """Reads that brought nothing, by why, of brings that have ended."""
         self._unit = unit
-        self._sections = dict(sections)
+        self._landings = landings
         self._roads = roads
         self._key = key
         self._loop = loop
         self._numbers, self._reservations = count(1), count(1)
         self._brings: dict[int, _Bring] = {}
         self._hints: dict[Nonce, SessionHint] = {}
-        self._landings: dict[int, _PartLanding] = {}
+        self._parts: dict[int, _PartOf] = {}
+        """Which part of which bring each reservation is of."""
         self._lines: dict[str, AsyncFramedClient] = {}
-        self._met: dict[WorkerId, LenderAddress] = {}
-        """The life of each worker that was asked last, and where."""
+        self._met: dict[tuple[WorkerId, int], LenderAddress] = {}
+        """The life of each worker's data-parallel rank that was asked last, and where."""
         self._movers: dict[tuple[str, str, RoutingUnit, str], Mover] = {}
         self._memory: dict[tuple[RoutingUnit, int], LenderPlaces] = {}
         self._boot = own_name().boot
@@ -325,11 +327,14 @@ class TargetSide:
                     if self._roads.arena is not None:
                         self._roads.arena.free(number)
                 case CommitRoom(reservation):
-                    number, part, landing = self._landings.pop(reservation)
-                    self._brings[number].landed(part, landing)
+                    number, part = self._parts.pop(reservation)
+                    self._brings[number].landed(part, self._landings.take(reservation))
                     self._later(RoomCommitted(reservation))
+                case HoldRoom(reservation):
+                    self._landings.hold(reservation, self._loop.time())
                 case FreeRoom(reservation):
-                    self._landings.pop(reservation, None)
+                    del self._parts[reservation]
+                    self._landings.free(reservation)
                 case BringOver(number, failures=failures):
                     self.read_failures.update({str(why): count for why, count in failures.items()})
                     bring = self._brings.pop(number)
@@ -340,8 +345,16 @@ class TargetSide:
     def _reserve(self, number: int, part: int) -> None:
         reservation = next(self._reservations)
         bring = self._brings[number]
-        landing = bring.into or Landing(bring.parts[part], self._sections)
-        self._landings[reservation] = _PartLanding(number, part, landing)
+        wanted, now_s = bring.parts[part], self._loop.time()
+        landing = self._landings.reserve(reservation, wanted, into=bring.into, now_s=now_s)
+        if isinstance(landing, LandingsFull):
+            log.warning(
+                "no room for what a peer lends: %d bytes are coming or held, %d of them held",
+                landing.used_bytes, landing.held_bytes,
+            )  # fmt: skip
+            self._later(RoomRefused(number, part))
+            return
+        self._parts[reservation] = _PartOf(number, part)
         self._later(RoomReserved(number, part, reservation))
 
     def _start(self, effect: StartRead) -> None:
@@ -371,7 +384,7 @@ class TargetSide:
 
     def _goal(self, effect: StartRead) -> Runs | None:
         """Return where the read writes; None: there is no room in the arena."""
-        runs = self._landings[effect.reservation].landing.runs(effect.piece)
+        runs = self._landings.of(effect.reservation).runs(effect.piece)
         if effect.goal is ReadGoal.BLOCKS:
             return runs
         arena = self._roads.arena
@@ -419,9 +432,10 @@ class TargetSide:
 
     def _meet(self, lender: LenderAddress) -> None:
         """Let go of what is open to a former life of the lender's worker, and of what waits for
-        it: nobody is there."""
-        former = self._met.get(lender.unit.worker)
-        self._met[lender.unit.worker] = lender
+        it: nobody is there. Ranks of a worker live beside each other."""
+        rank = lender.unit.worker, lender.unit.dp_rank
+        former = self._met.get(rank)
+        self._met[rank] = lender
         if former is None or former.unit == lender.unit:
             return
         gone = {id(one): one for key, one in self._movers.items() if key[2] == former.unit}

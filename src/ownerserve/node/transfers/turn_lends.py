@@ -157,7 +157,7 @@ class TurnLends:
             return opened
         self._read_by(prompt, self._cache.lends.lend((), now, idle_s=asked.idle_s))
         pieces = self._follow(prompt)
-        ranks = (LentRank(0, lend.ranks[0].rank, self._lending.address),)
+        ranks = (LentRank(lend.ranks[0].rank, self._lending.address),)
         return LendOpened(asked.number, prompt.ticket, ranks, pieces, follows=prompt.turn_id)
 
     # -- the turn ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A turn moves between nodes amid its answer.
 
-    gateway ── Take(turn) ──> T ── StopTurn ──> S     between two steps: its tokens, sampler, text
+    gateway ── Take(turn) ──> T <══ lends, reads ══ S   what it has sealed; it runs on
+                              T ── StopTurn ──> S     between two steps: its tokens, sampler, text
                               T <── MoveTurn ── S     sent once; S holds the turn meanwhile
                               T ── TurnKept ──> S     S ends its leg, and says how much that had
     gateway <── TurnSent ──── T <── TurnSent ── S
@@ -14,12 +15,13 @@
 
 | T | leaves by | holds |
 |---|---|---|
-| expecting | `MoveTurn`; what S says of it, or silence | nothing |
+| expecting | `MoveTurn`; what S says of it, or silence | state that came ahead, as cache |
 | keeping | the turn's leg; `Cancel`; nobody in `UNCLAIMED_S` | the turn as it was sent |
 
 T computes nothing until the leg comes, which the gateway sends because S has ended its own. So who
 hears nothing of a turn that it sent may go on with it, whatever became of what it sent: nobody
-else does. State is not sent: T brings it from S, as for any turn, and computes the open tail.
+else does. State is not sent: T brings it from S, most of it before S stops (turn_states.py), the
+rest as for any turn, and computes the open tail.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from threading import Lock
 from typing import NamedTuple, Protocol, cast
 
 from ownerserve.kv.errors import InvalidInput
+from ownerserve.kv.ids import SessionId
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
@@ -82,6 +85,17 @@ class StoppingEngine(Protocol):
 
     def moved(self, stopped: StoppedTurn) -> None:
         """End a stopped turn, which is another's; one that was aborted meanwhile is no error."""
+        ...
+
+
+class BringsState(Protocol):
+    """A `BringsState` brings the state of turns that are to come (turn_states.py)."""
+
+    async def bring(
+        self, session_id: SessionId, source: LenderAddress, peer: AskedTarget, /
+    ) -> None:
+        """Bring what the session's running turns have sealed at `source`, as far as it comes in
+        time. Raises RuntimeError once this node's engine has ended."""
         ...
 
 
@@ -164,12 +178,13 @@ class KeptTurn(NamedTuple):
 
 class ComingTurns:
     """`ComingTurns` own the turns that were sent here and have not gone on; any thread may call.
-    `check` says why an engine could not go on from such a state. `counts` says what came of them:
-    metric labels."""
+    `check` says why an engine could not go on from such a state; `states` brings what they go on
+    from. `counts` says what came of them: metric labels."""
 
-    def __init__(self, check: Callable[[bytes], WorkerRefusal | None]) -> None:
+    def __init__(self, check: Callable[[bytes], WorkerRefusal | None], states: BringsState) -> None:
         self.counts: Counter[str] = Counter()
         self._check = check
+        self._states = states
         self._expected: dict[str, LenderAddress] = {}
         self._kept: dict[str, KeptTurn] = {}
         self._lock = Lock()
@@ -179,7 +194,10 @@ class ComingTurns:
 
     async def take(self, asked: Take, peers: AskedTarget) -> RpcAnswer:
         """Have the turn sent here, or say why it stays; called on the service's thread."""
-        said = await self._taken(asked, peers)
+        try:
+            said = await self._taken(asked, peers)
+        except RuntimeError:  # the engine has ended
+            said = Reject(WorkerRefusal.ENGINE_DEAD)
         end = "kept" if isinstance(said, TurnSent) else said.reason.value
         self.counts[end] += 1
         return said
@@ -194,8 +212,10 @@ class ComingTurns:
             if len(self._expected) + len(self._kept) >= KEPT_MAX:
                 return Reject(WorkerRefusal.QUEUE_FULL)
             self._expected[turn] = asked.source
-        asyncio.get_running_loop().call_later(STOPPED_S + UNCLAIMED_S, self.poll)
         try:
+            if asked.session_id:
+                await self._states.bring(asked.session_id, asked.source, peers)
+            asyncio.get_running_loop().call_later(STOPPED_S + UNCLAIMED_S, self.poll)
             stop = StopTurn(turn, asked.target)
             said = await peers.ask(asked.source, stop, within_s=STOPPED_S, nonce=new_nonce())
         finally:

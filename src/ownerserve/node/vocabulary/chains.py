@@ -98,11 +98,16 @@ class Chains:
 
     def peek(self, tokens: Packed, session_ids: Iterable[SessionId] = ()) -> Digests:
         """Return the digests of `tokens`, which are whole blocks, and remember nothing: they are
-        taken from the first of the sessions that begins with `tokens`, else hashed."""
+        taken from the first of the sessions that begins with `tokens`, else hashed, from where
+        they go on behind one of the sessions."""
+        begun: HashedPrefix | None = None
         for session_id in session_ids:
             known = self._known.get(session_id)
             if known is not None and known.digest_of(tokens) is not None:
                 return known.digests[: len(tokens) // self._block_bytes]
+            begun = begun or known
+        if begun is not None:
+            return begun.branch(tokens).digests
         return self._chain(self._block_tokens).extend(tokens)
 
     def digests(self, tokens: Packed, session_id: SessionId | None) -> Digests:

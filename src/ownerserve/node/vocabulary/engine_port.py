@@ -2,6 +2,7 @@
 
 abilities                    what the planner may offer
 read_slots, write_slots      slots as bytes, between two steps
+apply                        room for range blocks that points have given up
 regions                      where slots lie, for movers
 watch_layers, layers_done    how far the forward under way is, layer by layer
 """
@@ -13,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 
+from ownerserve.cache.effects import MoveBorder
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.regions import Region
 from ownerserve.plan.inputs import Abilities
@@ -52,6 +54,10 @@ class EnginePort(Protocol):
     def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
         """Write `data`, as `read_slots` gives it, into `slots`. Raises SpecMismatch when `data` has
         another length."""
+        ...
+
+    def apply(self, effects: Sequence[MoveBorder]) -> None:
+        """Move the border between range blocks and point slots, and what lies beyond it."""
         ...
 
     def regions(self) -> tuple[Region, ...]:

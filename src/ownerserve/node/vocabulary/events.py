@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ownerserve.cache.effects import MoveBorder
 from ownerserve.cache.pressure import Checkpoint
 from ownerserve.kv.ids import PrefixHash, SessionId, TurnId
 from ownerserve.kv.messages import ExecutionMode, RestoreAction, Tier
@@ -306,13 +307,14 @@ class FindRecords(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Effect: read and verify all `wants`, or none, by `deadline_s`. `computed` are the
-    parts of what another worker computes for the turn, where there are several: this one and those
-    to come, since all that it computes has one reader."""
+    """Effect: read and verify all `wants`, or none, for the turn, by `deadline_s`. `computed` are
+    the parts of what another worker computes for it, where there are several: this one and those to
+    come, since all that it computes has one reader."""
 
     operation_id: OperationId
     wants: tuple[Want, ...]
     deadline_s: float
+    turn_id: TurnId
     computed: tuple[tuple[Want, ...], ...] = ()
 
 
@@ -322,6 +324,13 @@ class Filling(msgspec.Struct, frozen=True):
     part: int
     component: str
     slots: tuple[int, ...]
+
+
+class MoveSlots(msgspec.Struct, frozen=True):
+    """Effect: move the border between range blocks and point slots, before anything else is done:
+    what comes needs the room."""
+
+    moves: tuple[MoveBorder, ...]
 
 
 class Fill(msgspec.Struct, frozen=True):
@@ -437,6 +446,7 @@ class Forget(msgspec.Struct, frozen=True):
 Effect = (
     FindRecords
     | Fetch
+    | MoveSlots
     | Fill
     | Offer
     | FetchAndFill

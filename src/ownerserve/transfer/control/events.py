@@ -163,14 +163,13 @@ class BringEnd(StrEnum):
     SHORT = "short"  # the peer had no more
     REFUSED = "refused"  # no peer lent it
     NO_PEER = "no_peer"  # none may be asked now, or none answered
-    NO_ROOM = "no_room"
+    NO_ROOM = "no_room"  # its memory for what comes is taken
     MISMATCH = "mismatch"  # the ranks do not serve each other, or what was said was not asked for
     GONE = "gone"  # the ticket ended first
     SILENT = "silent"  # the peer says nothing any more
     SLOW = "slow"  # computing the rest is faster
     FAILED = "failed"  # a piece could not be read
     UNABLE = "unable"  # no road is open
-    NOT_TAKEN = "not_taken"  # the cache refused it
     UNWANTED = "unwanted"
 
 
@@ -241,21 +240,14 @@ class RoomReserved(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoomRefused(msgspec.Struct, frozen=True, gc=False):
-    """Event: a `ReserveRoom` came to nothing, since there is NO_ROOM, or for a MISMATCH."""
+    """Event: a `ReserveRoom` came to nothing: there is no room."""
 
     number: int
     part: int
-    end: BringEnd
 
 
 class RoomCommitted(msgspec.Struct, frozen=True, gc=False):
     """Event: the part is in the tree."""
-
-    reservation: int
-
-
-class CommitRefused(msgspec.Struct, frozen=True, gc=False):
-    """Event: the cache did not take the part, and its slots are free."""
 
     reservation: int
 
@@ -274,7 +266,7 @@ class ArenaCopied(msgspec.Struct, frozen=True, gc=False):
 
 TargetEvent = (
     BringWanted | BringUnwanted | PeerAnswered | QuestionLost | PeerReplaced | RoomReserved
-    | RoomRefused | RoomCommitted | CommitRefused | ReadEnded | ArenaCopied | WakeUp
+    | RoomRefused | RoomCommitted | ReadEnded | ArenaCopied | WakeUp
 )  # fmt: skip
 
 # ---- effects of T
@@ -297,13 +289,11 @@ class TellPeer(msgspec.Struct, frozen=True):
     message: PeerQuestion
 
 
-class ReserveRoom(msgspec.Struct, frozen=True):
-    """Effect: reserve slots for a part, on all ranks, and see that `lent` has all heads that each
-    needs. RoomReserved or RoomRefused follows."""
+class ReserveRoom(msgspec.Struct, frozen=True, gc=False):
+    """Effect: reserve slots for a part, on all ranks. RoomReserved or RoomRefused follows."""
 
     number: int
     part: int
-    lent: tuple[LentRank, ...]
 
 
 class ReadGoal(StrEnum):
@@ -351,7 +341,7 @@ class FreeArena(msgspec.Struct, frozen=True, gc=False):
 
 class CommitRoom(msgspec.Struct, frozen=True):
     """Effect: put the part in the tree. `verified` has the digests of each artifact's pieces, as
-    they were checked here. RoomCommitted or CommitRefused follows."""
+    they were checked here. RoomCommitted follows."""
 
     reservation: int
     verified: Mapping[bytes, tuple[bytes, ...]]

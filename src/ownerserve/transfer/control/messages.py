@@ -43,14 +43,11 @@ class ReaderRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class LentRank(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A `LentRank` is what one rank of T reads from one rank of S: its heads [first_head, end_head)
-    of `component` (empty: of every one), at an address. `key_id` is empty, and there for the sake
-    of those behind it: a fleet has one key."""
+    """A `LentRank` is what one rank of T reads at an address, where one rank of S lends: its heads
+    [first_head, end_head) of `component` (empty: of every one)."""
 
-    source_rank: int
     reader_rank: int
     address: str
-    key_id: str = ""
     first_head: int = 0
     end_head: int = 0
     component: str = ""

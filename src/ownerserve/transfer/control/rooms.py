@@ -2,10 +2,10 @@
 end. They own the reads, and so the one answer to whether somebody may still write. Pure.
 
     room        leaves by                                            its slots
-    WAITED      reserved | the cache refuses                         none yet
+    WAITED      reserved | there is no room                          none yet
     RESERVED    the first read                                       nobody writes
     READING     commit: all has landed, and the ticket stood after   `writers` write
-    VERIFIED    the cache: in the tree, or refused: OVER             nobody writes
+    VERIFIED    it is in the tree: OVER                              nobody writes
     HELD        its last writer has stopped: FreeRoom, OVER          `writers` may write
 
     RESERVED, READING -- give_up: HoldRoom --> HELD
@@ -168,7 +168,7 @@ class BringRooms:
         return CommitRoom(room.reservation, verified)
 
     def take(self, reservation: int) -> PartRoom:
-        """Take out a room whose slots are the cache's again: in the tree, or free."""
+        """Take out a room whose slots are in the tree, or free."""
         room = self._rooms.pop(reservation)
         room.state = RoomState.OVER
         return room
@@ -283,7 +283,7 @@ class BringRooms:
         free: list[TargetEffect] = [FreeArena(number)] if reading.goal is ReadGoal.ARENA else []
         return free + self._free(reading.room)
 
-    # -- what the checks and the metrics read --------------------------------------------------
+    # -- what the checks read ------------------------------------------------------------------
 
     def counts(self, now: float) -> dict[str, float]:
         """Count the rooms, those that are held, the age of the oldest of these in s, the reads, and

@@ -431,7 +431,7 @@ class TransferSource:
         gone = [AnswerPeer(held.question, LendGone()) for held in lend.held]
         return [EndLend(lend.ticket), *gone]
 
-    # -- what the checks and the metrics read --------------------------------------------------
+    # -- what the checks read ------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
         """Count lends that wait for the engine, open lends, held questions, nonces."""

@@ -29,7 +29,6 @@ from ownerserve.transfer.control.events import (
     BringOver,
     BringUnwanted,
     BringWanted,
-    CommitRefused,
     PeerAnswered,
     PeerLink,
     PeerReplaced,
@@ -121,8 +120,6 @@ class TransferTarget:
                 return self._refused(event, now)
             case RoomCommitted(reservation):
                 return self._committed(reservation, now)
-            case CommitRefused(reservation):
-                return self._not_taken(reservation, now)
             case ReadEnded(ended):
                 return self._read(self._rooms.ended(ended), now)
             case ArenaCopied(number):
@@ -283,7 +280,7 @@ class TransferTarget:
 
     def _reserve(self, bring: OpenBring) -> ReserveRoom:
         bring.room = self._rooms.wait_for(bring.wanted.number, bring.index)
-        return ReserveRoom(bring.wanted.number, bring.index, bring.ranks)
+        return ReserveRoom(bring.wanted.number, bring.index)
 
     def _reserved(self, event: RoomReserved, now: float) -> list[TargetEffect]:
         room, effects = self._rooms.reserved(event)
@@ -295,7 +292,7 @@ class TransferTarget:
         if bring is None:
             return []
         bring.room = None
-        return self._end(bring, event.end, now)
+        return self._end(bring, BringEnd.NO_ROOM, now)
 
     def _bring_of(self, room: PartRoom) -> OpenBring | None:
         """Return the bring that waits for the room; None: it is over."""
@@ -424,12 +421,6 @@ class TransferTarget:
             return self._end(bring, bring.ending, now)
         return [self._reserve(bring), *self._keep_asking(bring, now)]
 
-    def _not_taken(self, reservation: int, now: float) -> list[TargetEffect]:
-        bring = self._bring_of(self._rooms.take(reservation))
-        assert bring is not None, "a bring waits for what it commits"
-        bring.room = None
-        return self._end(bring, BringEnd.NOT_TAKEN, now)
-
     # -- time and ends -------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
@@ -504,7 +495,7 @@ class TransferTarget:
             return Cancel(bring.wanted.nonce)
         return ReturnLend(bring.ticket, peer.unit)
 
-    # -- what the checks and the metrics read --------------------------------------------------
+    # -- what the checks read ------------------------------------------------------------------
 
     def counts(self, now: float) -> dict[str, float]:
         """Count the brings, and what `BringRooms.counts` does."""

@@ -1,24 +1,28 @@
 """A gateway of a schedule: turns are sent where the router says, and sessions are ordered to move.
 
 real   `RouterState`, `GapMoves`, `Moves`, `Releasing`, the lines to workers, workers' names
-not    HTTP: a turn and its answer are calls; probes; whom it asks for places (nobody)
+not    HTTP: a turn, its answer and a leg's end are calls; `TurnMoves`, whose orders are given by
+       hand; probes; whom it asks for places (nobody)
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
 from ownerserve.directory.messages import FindSession, SessionIs
 from ownerserve.gateway.moves import TAKE_S, Moves
+from ownerserve.gateway.turn_moves import TAKE_S as TURN_S
 from ownerserve.gateway.turns import Turns
 from ownerserve.gateway.workers.rpc import Releasing, WorkerLines, WorkerNames
 from ownerserve.kv.ids import SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import Epoch, RoutingUnit, later
 from ownerserve.kv.wire.curve import FleetKey
+from ownerserve.kv.wire.headers import LenderAddress
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, SessionTaken, Take
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.ownership import OwnerIs
@@ -38,6 +42,7 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     LetGo,
+    MovedOn,
     Refuse,
     Stamped,
     TakenOver,
@@ -48,7 +53,7 @@ from ownerserve.router.policies import make_policy
 from ownerserve.router.requests.body import Usage
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, Receipt
-from tests.support.node.schedules.schedule import ANSWER
+from tests.support.node.schedules.moving_node import Leg
 
 if TYPE_CHECKING:
     from tests.support.node.schedules.moving_node import MovingNode
@@ -61,16 +66,27 @@ PATIENCE_S = 4.0
 LOOK_UP_S = 0.25
 BYTES_A_TOKEN = 4
 PROFILE = Profile(spec_digest="toy")
+MOVES = 0.5
+"""How often a turn is ordered to move once its client has two tokens."""
 POLICIES = ("ownerserve", "ear", "sticky", "least_load")
 
 
 class Call(msgspec.Struct, eq=False):
-    """A turn on its way, and the life that it was sent to."""
+    """A turn on its way, and the life that it was sent to; `told` is what its client has of the
+    answer, which is to be a cold engine's; `target` where it was ordered to go on. A leg at the
+    target has an id of its own."""
 
     session: SessionId
     prompt: list[int]
     turn_id: TurnId
     unit: RoutingUnit
+    heard_s: float
+    name: TurnId
+    answer: list[int]
+    told: list[int] = []
+    begins: int = 0
+    target: RoutingUnit | None = None
+    is_refused: bool = False
 
 
 class _Rollout:
@@ -182,54 +198,138 @@ class Gateway:
 
     def _arrive(self, session: SessionId, prompt: list[int]) -> None:
         if self.world.is_wanted(session, prompt):
-            self._go(session, prompt, Arrive(session, BYTES_A_TOKEN * len(prompt)))
+            answer = self.world.answer_to(session)
+            self._go(session, prompt, answer, Arrive(session, BYTES_A_TOKEN * len(prompt)))
 
-    def _go(self, session: SessionId, prompt: list[int], event: Arrive | Failed) -> None:
+    def _go(
+        self, session: SessionId, prompt: list[int], answer: list[int], event: Arrive | Failed
+    ) -> None:
         outcome = cast("Dispatch | Refuse", self._handle(event))
         if not isinstance(outcome, Dispatch):
             return None  # the client asks again
         node = cast("MovingNode | None", self.world.at(outcome.worker))
         unit = self.state.fleet[outcome.worker].unit
         if node is None or node.unit != unit:
-            return self._go(session, prompt, Failed(outcome.receipt, Failure.CONNECT))
+            return self._go(session, prompt, answer, Failed(outcome.receipt, Failure.CONNECT))
         turn_id = self.world.new_turn()
-        self._calls[outcome.receipt] = Call(session, prompt, turn_id, node.unit)
-        known = self.state.sessions.get(session)
-        epoch = None if known is None else known.epoch
-        before = 0 if known is None or known.grant is None else known.grant.version
-        lender = self.lines.lender_of(outcome.decision, self.worker_names)
-
-        def sent() -> None:
-            refusal = node.serve(
-                turn_id, prompt, session, epoch=epoch, before=before, lender=lender
-            )
-            if refusal is None:
-                self.world.sent(turn_id, session, prompt, self, outcome.receipt)
-            else:
-                self.soon(0.001, lambda: self._failed(outcome.receipt, Failure.REFUSED))
-
-        self.world.loop.call_later(0.001, node.soon, sent)
-        self.soon(PATIENCE_S, lambda: self._late(outcome.receipt, node))
+        call = Call(session, prompt, turn_id, node.unit, self.now(), turn_id, answer)
+        leg = self._leg(call, self.lines.lender_of(outcome.decision, self.worker_names))
+        self._send(
+            outcome.receipt,
+            call,
+            node,
+            lambda: node.serve(turn_id, prompt, leg, answer=len(answer)),
+        )
         return None
 
-    def answered(self, receipt: Receipt, said: list[int], owner: OwnerIs | None) -> None:
-        """The worker has answered, and says whose the session is."""
+    def _leg(self, call: Call, lender: LenderAddress | None) -> Leg:
+        known = self.state.sessions.get(call.session)
+        epoch = None if known is None else known.epoch
+        before = 0 if known is None or known.grant is None else known.grant.version
+        return Leg(call.session, call.name, epoch, before, lender)
+
+    def _send(
+        self, receipt: Receipt, call: Call, node: MovingNode, serve: Callable[[], object]
+    ) -> None:
+        self._calls[receipt] = call
+
+        def sent() -> None:
+            refusal = serve()
+            if refusal is None:
+                self.world.sent(call.turn_id, call, self, receipt)
+            else:
+                self.soon(0.001, lambda: self._refused(receipt, node, refusal))
+
+        self.world.loop.call_later(0.001, node.soon, sent)
+        self.soon(PATIENCE_S, lambda: self._late(receipt, node))
+
+    def _refused(self, receipt: Receipt, node: MovingNode, refusal: object) -> None:
+        call = self._calls.get(receipt)
+        if call is None or not call.begins:
+            self._failed(receipt, Failure.REFUSED)
+            return
+        is_lost = refusal is WorkerRefusal.UNKNOWN_TURN and not node.is_dead
+        self.world.require(not is_lost, f"{call.name} is not where it was sent, at {node.name}")
+        self._breaks(receipt)
+
+    def heard(self, receipt: Receipt, at: int, token: int) -> None:
+        """One more token of an answer comes."""
+        call = self._calls.get(receipt)
+        if call is None:
+            return
+        self.world.require(at == len(call.told), f"{call.name}: {at} behind {len(call.told)}")
+        if at == call.begins:
+            self._handle(FirstByte(receipt))
+        call.told.append(token)
+        call.heard_s = self.now()
+        if len(call.told) == call.begins + 2 and self.world.draw.random() < MOVES:
+            self._order_turn(call)
+
+    def answered(self, receipt: Receipt, last: int, owner: OwnerIs | None) -> None:
+        """The answer is whole, and its worker says whose the session is."""
+        call = self._calls.get(receipt)
+        if call is None:
+            return
+        self.heard(receipt, len(call.told), last)
+        del self._calls[receipt]
+        if owner is not None:
+            self.told(Claimed(call.session, owner.unit, owner.epoch, owner.version or 0))
+        asked = self._handle(Done(receipt, Usage(len(call.prompt), len(call.told), 0)))
+        if isinstance(asked, AskRelease):
+            self.releasing.ask(asked)
+        self.world.done(call.session, call.prompt, call.told)
+
+    def moved_on(self, receipt: Receipt, tokens: int) -> None:
+        """The leg ends, since the turn goes on at its target."""
         call = self._calls.pop(receipt, None)
         if call is None:
             return
-        self._handle(FirstByte(receipt))
-        if owner is not None:
-            self.told(Claimed(call.session, owner.unit, owner.epoch, owner.version or 0))
-        asked = self._handle(Done(receipt, Usage(len(call.prompt), ANSWER, 0)))
-        if isinstance(asked, AskRelease):
-            self.releasing.ask(asked)
-        self.world.done(call.session, call.prompt, said)
+        self.world.require(tokens == len(call.told), f"{call.name}: {tokens}, not {call.told}")
+        assert call.target is not None, "nobody ordered it"
+        there = self.world.at(call.target.worker)  # another life refuses what this one did
+        is_same = there is not None and there.unit == call.target
+        self.world.require(not (call.is_refused and is_same), f"{call.name} moves all the same")
+        outcome = self._handle(MovedOn(receipt, call.target))
+        if not isinstance(outcome, Dispatch):
+            self.world.counts["turns lost"] += 1
+            return
+        turn_id = self.world.new_turn()
+        leg_call = msgspec.structs.replace(
+            call,
+            turn_id=turn_id,
+            unit=call.target,
+            heard_s=self.now(),
+            begins=tokens,
+            target=None,
+            is_refused=False,
+        )
+        node = cast("MovingNode | None", self.world.at(outcome.worker))
+        if node is None or node.unit != call.target:
+            self._calls[outcome.receipt] = leg_call
+            self._breaks(outcome.receipt)
+            return
+        leg = self._leg(call, None)
+        self._send(outcome.receipt, leg_call, node, lambda: node.goes_on(turn_id, leg, tokens))
 
     def _late(self, receipt: Receipt, node: MovingNode) -> None:
         call = self._calls.get(receipt)
-        if call is not None:
-            node.soon(lambda: node.abort(call.turn_id))
+        if call is None:
+            return
+        left_s = call.heard_s + PATIENCE_S - self.now()
+        if left_s > 0:
+            self.soon(left_s, lambda: self._late(receipt, node))
+            return
+        node.soon(lambda: node.abort(call.turn_id))
+        if call.told:
+            self._breaks(receipt)
+        else:
             self._failed(receipt, Failure.LATE)
+
+    def _breaks(self, receipt: Receipt) -> None:
+        """Its client hears that nobody goes on with its answer, and asks anew."""
+        del self._calls[receipt]
+        self.world.counts["turns lost"] += 1
+        self._handle(Aborted(receipt))
 
     def hang_up(self) -> None:
         """A client does."""
@@ -244,7 +344,7 @@ class Gateway:
     def _failed(self, receipt: Receipt, failure: Failure) -> None:
         call = self._calls.pop(receipt, None)
         if call is not None:
-            self._go(call.session, call.prompt, Failed(receipt, failure))
+            self._go(call.session, call.prompt, call.answer, Failed(receipt, failure))
 
     def _look_up(self, session: SessionId) -> None:
         def said(outcomes: list[Any]) -> None:
@@ -274,6 +374,33 @@ class Gateway:
 
     # -- moves that are ordered by hand --------------------------------------------------------
 
+    def _order_turn(self, call: Call) -> None:
+        """Have a turn that is amid its answer go on elsewhere."""
+        workers = {one.id: one for one in self.state.fleet}
+        target = self.world.draw.choice(sorted(workers))
+        if self.world.is_well or target == call.unit.worker or call.unit.worker not in workers:
+            return
+        here, there = workers[call.unit.worker], workers[target]
+        source = self.lines.read_by(there, here, self.worker_names)
+        reached = self.lines.read_by(here, there, self.worker_names)
+        line, unit = self.lines.of(target), there.unit
+        if source is None or reached is None or line is None or unit is None:
+            return
+        call.target = unit
+
+        async def move() -> None:
+            said = await line.ask(Take(call.session, source, call.name, reached), TURN_S)
+            reason = said.reason.value if isinstance(said, Reject) else type(said).__name__
+            self.world.counts[f"turn ordered: {reason}"] += 1
+            call.is_refused = isinstance(said, Reject)
+
+        self._keep(move())
+
+    def _keep(self, moving: Coroutine[Any, Any, None]) -> None:
+        task = self.world.loop.create_task(moving)
+        self.ordered[task] = None
+        task.add_done_callback(self.ordered.pop)
+
     def order(self, session: SessionId, target: WorkerId) -> None:
         """Have the target take the session over from who owns it, as far as is known here."""
         known = self.state.sessions.get(session)
@@ -295,9 +422,7 @@ class Gateway:
                 if said.epoch is not None:
                     self.told(Claimed(session, unit, said.epoch, said.version))
 
-        task = self.world.loop.create_task(move(workers[0].unit))
-        self.ordered[task] = None
-        task.add_done_callback(self.ordered.pop)
+        self._keep(move(workers[0].unit))
 
     def call_off(self) -> None:
         """Order no more what was ordered last."""

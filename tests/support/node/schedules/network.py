@@ -22,12 +22,14 @@ from ownerserve.kv.wire.rpc import (
     AskSession,
     Cancel,
     Cancelled,
+    DropTurn,
     EndPrefill,
     Prefill,
     Reject,
     RpcAnswer,
     RpcRequest,
     Said,
+    TurnKept,
     decode_request,
     encode,
 )
@@ -170,8 +172,15 @@ class SimPort:
         match self.flights.call_off(asked.nonce):
             case Flight(future=future):
                 future.cancel()
-            case Accepted() as given:
+            case Accepted() | TurnKept() as given:
+                self._give_back(given)
+
+    def _give_back(self, given: Accepted | TurnKept) -> None:
+        match given:
+            case Accepted():
                 self._asked(EndPrefill(given.turn_id))
+            case TurnKept():
+                self._asked(DropTurn(given.turn))
 
     def _finish(self, future: Future[RpcAnswer]) -> None:
         flight = self.flights.end(future)
@@ -182,8 +191,8 @@ class SimPort:
         if flight is not None:
             self.flights.tell(flight.nonce, answer)
             self._send(flight.envelope, answer)
-        elif not future.cancelled() and isinstance(answer, Accepted):
-            self._asked(EndPrefill(answer.turn_id))
+        elif not future.cancelled() and isinstance(answer, Accepted | TurnKept):
+            self._give_back(answer)
 
     def _give_up(self) -> None:
         for flight in self.flights.overdue(self._node.world.loop.time()):

@@ -30,6 +30,7 @@ from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import RpcAnswer, RpcRequest
 from ownerserve.node.state import NodeState
+from ownerserve.node.transfers.landings import Landings
 from ownerserve.node.transfers.lenders import Lenders
 from ownerserve.node.transfers.lending import Lending
 from ownerserve.node.transfers.peers import Peers
@@ -153,7 +154,7 @@ class SimNode:
         lenders = Lenders(self.lending)
         source = SourceSide(self.unit, lenders, self.between, digests=Xxh3(), loop=loop)
         who = cast(Any, self)  # lines say by it whose they are
-        target = TargetSide(self.unit, SECTIONS, SimRoads(self), key=who, loop=loop)
+        target = TargetSide(self.unit, Landings(SECTIONS), SimRoads(self), key=who, loop=loop)
         self.service = SimService(self, source, target)
         self.peers = Peers(cast(TransferService, self.service), SECTIONS, B)
         if self.world.draw.random() < 0.7:
@@ -341,7 +342,8 @@ class SimNode:
     def _announce(self, plan: StepPlan) -> None:
         for one in plan.admitted:
             self.prefills.began(one.turn_id, max(one.restored, one.floor))
-            self.turns[one.turn_id].restored = one.restored
+            if not one.again:
+                self.turns[one.turn_id].restored = one.restored
         for request_id in plan.failed:
             turn_id = TurnId(request_id)
             del self.turns[turn_id]
@@ -395,8 +397,7 @@ class SimNode:
                 self._asked[operation_id] = effect
                 self.later(self.world.pause_s(), lambda: self._look(effect))
             case Fetch(operation_id):
-                if effect.computed:
-                    self.peers.expect(effect.computed)
+                self.peers.expect(effect.wants, effect.turn_id, effect.computed)
                 self._asked[operation_id] = effect
                 self.later(self.world.pause_s(), lambda: self._fetch(effect))
             case DropOperation(operation_id):

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ownerserve.directory.embedded import EmbeddedDirectory
 from ownerserve.directory.messages import DirectoryRefusal, Outcome, Refused, Request
+from ownerserve.directory.owner import doors
 from ownerserve.directory.port import DirectoryStatus
 from ownerserve.directory.terms import TermFile
 from ownerserve.kv.messages import Term
-from ownerserve.kv.wire.rpc import HandOver, Moved, Reject
+from ownerserve.kv.wire.rpc import HandOver, Moved, Reject, Released, ReleaseSession
 from ownerserve.node.ownership import ownership
 from ownerserve.node.ownership.ownership import MARGIN_S, MoveTold, Ownership
 from tests.support.node.lending_nodes import B
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 LEASE_S = 4.0
 ASKED_S = 1.0
 """So long a node waits for the directory's answer to a frame."""
+SLOW_S = 0.7
+"""So late come the answers to a node that is about to be cut off."""
+ASKED_FOR_S = 2 * LEASE_S
 LOOK_S = LEASE_S / 4
 """How often an idle one looks whether something is due; a switch of threads is dear."""
 DRIFT = MARGIN_S / LEASE_S * 0.8
@@ -110,7 +114,12 @@ class SimDirectoryLine:
         network = node.world.network
 
         def answer(outcomes: list[Outcome]) -> None:
-            network.send(lambda: None if answered.done() else answered.set_result(outcomes))
+            late_s = SLOW_S if node.is_slow else 0.0
+            node.world.loop.call_later(late_s, network.send, lambda: hear(outcomes))
+
+        def hear(outcomes: list[Outcome]) -> None:
+            if not answered.done():
+                answered.set_result(outcomes)
 
         def ask() -> None:
             if not node.is_apart:
@@ -122,7 +131,7 @@ class SimDirectoryLine:
         except NotInTime:
             return [Refused(DirectoryRefusal.UNREACHABLE) for _ in requests]
         finally:
-            node.world.touched.append(node)
+            node.world.touch(node)
 
     def status(self) -> DirectoryStatus:
         raise NotImplementedError
@@ -161,8 +170,22 @@ class SimOwnership(Ownership):
             what = (grant.epoch, grant.version)
             world.require(what == (asked.epoch, asked.version), f"{asked} of what is {what}")
             world.require(not node.turns_of(session), "a session goes whose turn is here")
+            world.says(node, session, grant.epoch, grant.version)
             node.asked_to_go(session)
         return stays
+
+    def release(self, asked: ReleaseSession) -> Released | Reject:
+        node, session = self._node, asked.session_id
+        grant = self.standing(session)
+        said = super().release(asked)
+        if isinstance(said, Released) and asked.epoch is not None:
+            world = node.world
+            world.require(grant is not None, "who owns nothing lets a session go")
+            assert grant is not None
+            world.require(grant.epoch == asked.epoch, f"{asked} of what is {grant}")
+            world.says(node, session, grant.epoch, grant.version)
+            world.counts["let go for a guest"] += 1
+        return said
 
     def stop(self) -> None:
         """Its process is killed."""
@@ -184,5 +207,6 @@ def of_owning(loop: VirtualLoop, world: Callable[[], MovingWorld]) -> Iterable[I
         Instead(ownership, "threading", threads),
         Instead(ownership, "Queue", FiberQueue),
         Instead(ownership, "LOOK_S", LOOK_S),
+        Instead(doors, "ASKED_FOR_S", ASKED_FOR_S),
         Instead(ownership, "boot_time_s", lambda: acting().boot_time_s()),
     )

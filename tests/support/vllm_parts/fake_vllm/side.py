@@ -32,7 +32,7 @@ from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.hosted_state import HostedNodeState
 from ownerserve.node.retention.saves import Capture, SaveLimits, Saves
 from ownerserve.node.runtime.node_runtime import Calibration
-from ownerserve.node.transfers.peers import PeerOffer
+from ownerserve.node.transfers.offers import PeerOffer
 from ownerserve.node.vocabulary.events import (
     FindRecords,
     PeerPrefix,

@@ -54,7 +54,8 @@ class HfStatus(WorkerStatus, frozen=True, kw_only=True):
 
 class WorkerIdentity(msgspec.Struct, frozen=True):
     """A `WorkerIdentity` is the part of the status that does not change in a worker's life; others
-    read its state from the tiers that it `lends`."""
+    read its state from the tiers that it `lends`; `frees_prompts`: what it computed for them it
+    frees once they have it."""
 
     model: str
     incarnation: int
@@ -63,6 +64,7 @@ class WorkerIdentity(msgspec.Struct, frozen=True):
     worker: WorkerId = WorkerId("")
     owns_sessions: bool = False
     lends: tuple[Tier, ...] = ()
+    frees_prompts: bool = False
 
     @property
     def unit(self) -> RoutingUnit:
@@ -136,6 +138,7 @@ def worker_profile(
         sequence_tokens=identity.sequence_tokens,
         owns_sessions=identity.owns_sessions,
         lends=tuple(map(str, identity.lends)),
+        frees_prompts=identity.frees_prompts,
     )
 
 

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ownerserve.node.transfers.counting import COUNTED, TransferCounts, counted
+from ownerserve.node.transfers.landings import LandingNumbers
 from ownerserve.node.transfers.opening import NodeTransfers
 from ownerserve.transfer.movers.arena import ArenaNumbers
 
@@ -39,6 +40,7 @@ class TransferCollector(Collector):
         )
         used.add_metric([], counts.stage_used_bytes)
         yield used
+        yield from _landings(counts.landings)
         if counts.arena is not None:
             yield from _arena(counts.arena)
 
@@ -64,6 +66,20 @@ def _moves(counts: TransferCounts) -> Iterator[Metric]:
     for (way, end), count in sorted(counts.turn_moves.items()):
         turns.add_metric([way, end], count)
     yield turns
+    yield _counter(
+        "ownerserve_turn_states",
+        "States of turns that were to move here, which their workers had sealed, by how bringing"
+        " them before the turn was stopped ended: brought, outgrown (the turn grew as fast), late,"
+        " or why nothing came.",
+        labels=["end"],
+        values=counts.turn_states,
+    )
+    ahead = CounterMetricFamily(
+        "ownerserve_turn_state_bytes",
+        "Bytes of state of turns that came here before their workers stopped them.",
+    )
+    ahead.add_metric([], counts.turn_state_bytes)
+    yield ahead
 
 
 def _replicas(counts: TransferCounts) -> Iterator[Metric]:
@@ -80,6 +96,28 @@ def _replicas(counts: TransferCounts) -> Iterator[Metric]:
     )
     moved.add_metric([], counts.replica_bytes)
     yield moved
+
+
+def _landings(numbers: LandingNumbers) -> Iterator[Metric]:
+    """Yield what there is of landings."""
+    used = GaugeMetricFamily(
+        "ownerserve_landing_bytes",
+        "Host memory of --landing-memory into which peers' state comes: coming, or held (its bring"
+        " is over, and somebody may still write there).",
+        labels=["state"],
+    )
+    used.add_metric(["coming"], numbers.coming_bytes)
+    used.add_metric(["held"], numbers.held_bytes)
+    yield used
+    oldest = GaugeMetricFamily(
+        "ownerserve_landing_oldest_seconds",
+        "How long the oldest of it has been coming, or held; 0: none is. What stays held is what a"
+        " reader is stuck in.",
+        labels=["state"],
+    )
+    oldest.add_metric(["coming"], numbers.oldest_coming_s)
+    oldest.add_metric(["held"], numbers.oldest_held_s)
+    yield oldest
 
 
 def _arena(numbers: ArenaNumbers) -> Iterator[Metric]:

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from xxhash import xxh3_128_digest
 
+from ownerserve.cache.effects import MoveBorder
 from ownerserve.engines.hf.model.checkpoint import LoadedCheckpoint
 from ownerserve.engines.hf.model.runner import ModelRunner
 from ownerserve.kv.frame import FORMAT
@@ -44,6 +45,9 @@ class HfPort:
 
     def write_slots(self, component: str, slots: Sequence[int], data: memoryview) -> None:
         self._runner.write_slots(component, slots, data)
+
+    def apply(self, effects: Sequence[MoveBorder]) -> None:
+        self._runner.apply(effects)
 
     def regions(self) -> tuple[Region, ...]:
         return self._runner.allocated.regions()

@@ -32,7 +32,6 @@ from ownerserve.engines.vllm.layout.copies import (
 )
 from ownerserve.engines.vllm.layout.device import DeviceCopies
 from ownerserve.engines.vllm.layout.packed import PageRun
-from ownerserve.engines.vllm.layout.regions import regions_of
 from ownerserve.engines.vllm.layout.shape import ComponentMap, StateShape
 from ownerserve.engines.vllm.worker_commands import BlockPlace
 from ownerserve.kv.errors import InvalidInput, SpecMismatch
@@ -46,7 +45,6 @@ from ownerserve.kv.frame import (
     Lane,
     PayloadPart,
 )
-from ownerserve.kv.regions import Region
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.units import MIB
 
@@ -184,18 +182,6 @@ class PageCodec:
         view = memory.as_strided((self._num_blocks, 1, 1, at), (row.stride, at, at, 1), row.offset)
         block_tokens = self._shape.components[name].block_tokens[row.group]
         return Series(view, row.group, block_tokens, tuple(holes))
-
-    def regions(self) -> dict[str, Region]:
-        """Return, by component, the memory that transfer may read by address: a host's, of blocks
-        that have no bytes but their layers'. Block 0 is vLLM's null block."""
-        if isinstance(self._copies, DeviceCopies):
-            return {}  # nothing digests on a device yet
-        placed = {
-            self._shape.components[name].section: [[(s.lane(), s.group) for s in p] for p in parts]
-            for name, parts in self._parts.items()
-            if name not in self._with_holes
-        }
-        return regions_of(placed, blocks=self._num_blocks)
 
     def size(self, place: BlockPlace) -> int:
         """Return the bytes of a place's payload."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ownerserve.cache.effects import MoveBorder
 from ownerserve.cache.layout import Layout
 from ownerserve.cache.outcomes import (
     Arrival,
@@ -21,6 +22,7 @@ from ownerserve.cache.outcomes import (
     CacheRefused,
     Inserted,
     Match,
+    NoRoom,
     RestorablePoint,
     SlotsReserved,
     Verified,
@@ -95,6 +97,10 @@ class EngineDevice:
         names = self._layout.point_names
         points = {at: dict.fromkeys(names, at) for at in arrival.points}
         return SlotsReserved(ticket, start, tuple(range(start // block, end // block)), points)
+
+    def give_way(self, short: NoRoom) -> tuple[MoveBorder, ...]:
+        """Return nothing: all of vLLM's state lies in blocks of one pool."""
+        return ()
 
     def commit(self, ticket: int, parts: Sequence[Verified], now: float) -> Inserted | CacheRefused:
         """End the reservation: the request goes on with what was written, and the engine's cache

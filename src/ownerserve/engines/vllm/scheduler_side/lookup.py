@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ownerserve.kv.errors import OwnerServeError
 from ownerserve.kv.messages import Tier
-from ownerserve.node.transfers.peers import PeerOffer
+from ownerserve.node.transfers.offers import PeerOffer
 from ownerserve.node.vocabulary.events import FindRecords, PeerPrefix, RecordsFound
 from ownerserve.node.vocabulary.records import Inside
 from ownerserve.node.vocabulary.settings import BRINGS_AT_ONCE

@@ -1,13 +1,12 @@
 """Copy streams order our copies behind the engine's stream. On a CPU there is nothing to order.
 
 However a copy ends, also by an exception, its context is left when nothing of it is queued any
-more: who reports a failed load gives its blocks back, and nobody may write there then. A prefetch
-alone is left while it is queued: an event says when it is over.
+more: who reports a failed load gives its blocks back, and nobody may write there then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -32,29 +31,6 @@ class CopyStream(Protocol):
         left."""
         ...
 
-    def prefetch(self, mark: Any, copies: Callable[[], None]) -> Prefetch:
-        """Queue what `copies` copies into blocks, after `mark`, and return. If it raises, nothing
-        of it is queued any more."""
-        ...
-
-
-class Prefetch(Protocol):
-    """A `Prefetch` is copies into blocks that are queued, and that nobody waits for yet. What they
-    read from, and the blocks, have to stay as they are until it is over."""
-
-    def is_over(self) -> bool:
-        """Tell whether all of it is done. Never waits."""
-        ...
-
-    def before_engine(self) -> None:
-        """Have the engine's stream wait for it, and not its thread: called on that thread, before
-        what reads the blocks is queued."""
-        ...
-
-    def wait(self) -> None:
-        """Return when all of it is done, without spinning."""
-        ...
-
 
 class HostStream:
     """A `HostStream` serves a CPU engine, where a step's work is done when its thread says so."""
@@ -71,25 +47,6 @@ class HostStream:
     def copying_in(self, mark: None) -> Iterator[None]:
         """Enter a copy into blocks."""
         yield
-
-    def prefetch(self, mark: None, copies: Callable[[], None]) -> Prefetch:
-        """Make the copies."""
-        copies()
-        return DonePrefetch()
-
-
-class DonePrefetch:
-    """A `DonePrefetch` is a prefetch that is over."""
-
-    def is_over(self) -> bool:
-        """Tell that it is."""
-        return True
-
-    def before_engine(self) -> None:
-        """Have nobody wait."""
-
-    def wait(self) -> None:
-        """Return at once."""
 
 
 class CudaStream:
@@ -114,39 +71,6 @@ class CudaStream:
     def copying_in(self, mark: Any) -> AbstractContextManager[None]:
         """Enter a copy into blocks, behind `mark`; when the context is left it is over."""
         return _over_when_left(self._in, mark)
-
-    def prefetch(self, mark: Any, copies: Callable[[], None]) -> Prefetch:
-        """Queue the copies behind `mark`, and an event behind them."""
-        done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._in):
-            self._in.wait_event(mark)
-            try:
-                copies()
-                done.record(self._in)
-            except BaseException:
-                done.record(self._in)
-                done.synchronize()
-                raise
-        return QueuedPrefetch(done, self._device)
-
-
-class QueuedPrefetch:
-    """A `QueuedPrefetch` is a prefetch on a stream of ours, up to an event."""
-
-    def __init__(self, done: Any, device: torch.device) -> None:
-        self._done, self._device = done, device
-
-    def is_over(self) -> bool:
-        """Ask the event."""
-        return bool(self._done.query())
-
-    def before_engine(self) -> None:
-        """Queue the wait on the engine's stream."""
-        torch.cuda.current_stream(self._device).wait_event(self._done)
-
-    def wait(self) -> None:
-        """Sleep until the event has come."""
-        self._done.synchronize()
 
 
 @contextmanager

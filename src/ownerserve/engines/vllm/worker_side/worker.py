@@ -254,6 +254,8 @@ class WorkerSide:
         readers = self._readers
         if load.offers and self._bringing is not None:
             self._bringing.peers.learn(load.offers)
+            for first, end in batches:
+                self._bringing.peers.expect(load.wants[first:end])
             readers = self._bringers
         ready = self._stream.mark()  # zeroing of these blocks may be queued
         for first, end in batches:

@@ -1,0 +1,114 @@
+"""Landings are where the parts of brings come, each under its reservation:
+
+    COMING ──> taken           it came whole, and is its reader's
+       └─────> HELD ──> free   its bring is over, and somebody may still write there
+
+Both take of one capacity: what is held is nobody else's. A part without room is refused, and its
+turn computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from threading import Lock
+
+import msgspec
+
+from ownerserve.kv.frame import PayloadSection
+from ownerserve.kv.units import GIB
+from ownerserve.node.transfers.landing import Landing
+from ownerserve.transfer.control.events import WantedArtifact
+
+LANDING_BYTES = 8 * GIB
+"""So many parts as come at once (BRINGS_AT_ONCE), of 160 KiB a token."""
+
+
+class LandingsFull(msgspec.Struct, frozen=True, gc=False):
+    """No memory is left for a part: of the capacity, or of the machine."""
+
+    used_bytes: int
+    held_bytes: int
+
+
+class LandingNumbers(msgspec.Struct, frozen=True, gc=False):
+    """What metrics say of landings: bytes, and the age of the oldest, of those that are coming and
+    of those that are held; 0: there is none."""
+
+    coming_bytes: int
+    held_bytes: int
+    oldest_coming_s: float
+    oldest_held_s: float
+
+
+class _Reserved(msgspec.Struct, eq=False):
+    landing: Landing
+    bytes: int
+    since_s: float
+    is_held: bool = False
+
+
+class Landings:
+    """`Landings` own the memory of what comes, until it is whole or nobody writes there any more.
+    One thread calls them; any may ask for the numbers."""
+
+    def __init__(
+        self, sections: Mapping[str, PayloadSection], capacity_bytes: int = LANDING_BYTES
+    ) -> None:
+        self._sections = dict(sections)
+        self._capacity = capacity_bytes
+        self._reserved: dict[int, _Reserved] = {}
+        self._lock = Lock()
+
+    def reserve(
+        self,
+        reservation: int,
+        part: Sequence[WantedArtifact],
+        *,
+        into: Landing | None,
+        now_s: float,
+    ) -> Landing | LandingsFull:
+        """Return where the part comes; `into`: memory that others' shares of it come into too."""
+        size = sum(one.bytes for one in part)
+        now = self.numbers(now_s)
+        used = now.coming_bytes + now.held_bytes
+        try:
+            if used + size > self._capacity:
+                return LandingsFull(used, now.held_bytes)
+            landing = into or Landing(part, self._sections)
+        except MemoryError:
+            return LandingsFull(used, now.held_bytes)
+        with self._lock:
+            self._reserved[reservation] = _Reserved(landing, size, now_s)
+        return landing
+
+    def of(self, reservation: int) -> Landing:
+        """Return where a part comes."""
+        return self._reserved[reservation].landing
+
+    def hold(self, reservation: int, now_s: float) -> None:
+        """Keep the memory of a part that is wanted no more for who may still write there."""
+        with self._lock:
+            held = self._reserved[reservation]
+            held.is_held, held.since_s = True, now_s
+
+    def take(self, reservation: int) -> Landing:
+        """Give a part that has come whole to its reader."""
+        with self._lock:
+            return self._reserved.pop(reservation).landing
+
+    def free(self, reservation: int) -> None:
+        """Let go of a part's memory: nobody writes there any more."""
+        with self._lock:
+            del self._reserved[reservation]
+
+    def numbers(self, now_s: float) -> LandingNumbers:
+        """Return what metrics say of them now; any thread may call."""
+        with self._lock:
+            held = [one for one in self._reserved.values() if one.is_held]
+            coming = [one for one in self._reserved.values() if not one.is_held]
+        return LandingNumbers(
+            sum(one.bytes for one in coming),
+            sum(one.bytes for one in held),
+            now_s - min((one.since_s for one in coming), default=now_s),
+            now_s - min((one.since_s for one in held), default=now_s),
+        )
