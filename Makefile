@@ -149,6 +149,9 @@ TRACES ?= ../shared/traces
 evaluate: setup ## the seeds' claims on traces (TRACES=DIR, generated where absent): build/evaluation/
 	$(BIN)/ownerserve evaluate --suite seeds --traces $(TRACES) --out build/evaluation
 
+evaluate-together: setup ## placement and restoring at once, on two hybrid models' fleets: build/together/
+	$(BIN)/ownerserve evaluate --suite together --traces $(TRACES) --out build/together
+
 bench-store: setup bench-envs ## the store beside fio and layouts of files, quiet and loaded
 	$(BIN)/python benchmarks/store_bench.py
 	$(BIN)/python benchmarks/store_bench.py --load

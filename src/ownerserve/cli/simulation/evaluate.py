@@ -61,7 +61,8 @@ def command(
     """Test the claims of a suite and write one report.
 
     \b
-    ownerserve evaluate --traces shared/traces --out evaluation     all of it
+    ownerserve evaluate --traces shared/traces --out evaluation     all of the seeds' claims
+    ownerserve evaluate --suite together --traces shared/traces     placement and restoring at once
     ownerserve evaluate --only 002-f6 --traces shared/traces        one experiment
     ownerserve evaluate --quick                                     seconds, generated traces
 

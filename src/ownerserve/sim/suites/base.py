@@ -139,7 +139,8 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     """An experiment names its jobs and concludes from their results.
 
     `name`: short, for --only, unique. `source`: the section it answers. `about`: a paragraph for
-    the report, in plain words: what is varied, on what, what is kept equal.
+    the report, in plain words: what is varied, on what, what is kept equal. `suite`: with which
+    others it is run.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Experiment(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: Callable[[Results], list[Finding]] = _no_findings
     figures: Callable[[Results], list[Drawing]] = _no_figures
     tables: Callable[[Results], list[ResultTable]] = _no_tables
+    suite: str = "seeds"
 
 
 def at(metrics: Metrics, path: str) -> float | None:

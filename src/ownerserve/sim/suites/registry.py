@@ -1,6 +1,7 @@
 """The registry finds the experiments of each suite, in the order of the report.
 
-Every module below this folder that has an `EXPERIMENTS` list is part of the suite `seeds`.
+Every module below this folder that has an `EXPERIMENTS` list brings experiments, and each says of
+which suite it is.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.sim import suites
 from ownerserve.sim.suites.base import Experiment
 
-SUITES = ("seeds",)
+SUITES = ("seeds", "together")
 
 
 @cache
@@ -27,12 +28,14 @@ def experiments() -> tuple[Experiment, ...]:
 
 
 def chosen(suite: str, only: tuple[str, ...] = ()) -> tuple[Experiment, ...]:
-    """Return the experiments of `suite`, or those named. Raises InvalidInput for a name that is
-    none."""
+    """Return the experiments of `suite`, or those named, of any suite. Raises InvalidInput for
+    a name that is none."""
     if suite not in SUITES:
         raise InvalidInput("--suite", f"{suite!r} is unknown", f"use {', '.join(SUITES)}")
     by_name = {experiment.name: experiment for experiment in experiments()}
     for name in only:
         if name not in by_name:
             raise InvalidInput("--only", f"{name!r} is unknown", f"use {', '.join(by_name)}")
-    return tuple(by_name[name] for name in (only or by_name))
+    if only:
+        return tuple(by_name[name] for name in only)
+    return tuple(experiment for experiment in experiments() if experiment.suite == suite)

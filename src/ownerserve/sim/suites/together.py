@@ -1,5 +1,6 @@
 """This experiment has both halves at once: where turns run and how their state comes back, on
-fleets of hybrid models with tiers, under what each engine may do.
+fleets of hybrid models with tiers, under what each engine may do. It is a suite of its own, since
+it takes as long as all others.
 
 The other experiments hold one half still: placement on device memory alone, restoring on one
 worker. Memory is what makes each row meet pressure: LANES sessions of CONTEXT_TOKENS are 1.5 times
@@ -8,7 +9,7 @@ what the devices hold.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -42,6 +43,9 @@ SPLITS = ("static_pd", "static_pd_delta")
 """Policies of the PD matrix: all of a prompt's state is sent, or what the decoder lacks."""
 PREFILL_WORKERS = (1, 2, 3)
 """Its splits: so many of the workers prefill, the others decode."""
+MATRIX_OF = "agents"
+"""The work that the PD matrix is run on; three others times six splits would be two thirds of all
+runs."""
 SEEDS = (1, 2, 3)
 LANES, SESSIONS = 24, 36
 CONTEXT_TOKENS = 100_000
@@ -110,9 +114,10 @@ def _sets(scale: Scale) -> tuple[EngineAbilities, ...]:
 
 
 def _rivals(row: Served, scale: Scale) -> tuple[Contender, ...]:
-    """Return the rivals that such engines can carry out, the PD matrix among them; quick: one split
-    of two workers."""
-    if PlacementAction.REMOTE_PREFILL not in granted(row.abilities).actions:
+    """Return the rivals that such engines can carry out, for agents the PD matrix among them;
+    quick: one split of two workers."""
+    splits = PlacementAction.REMOTE_PREFILL in granted(row.abilities).actions
+    if row.work != MATRIX_OF or not splits:
         return (Contender(GATE),)
     matrix = (
         Contender(policy, prefill)
@@ -199,12 +204,15 @@ def _verdicts(results: Results) -> list[Finding]:
     for abilities in _sets(scale):
         rows = [row for row in _rows(scale) if row.abilities == abilities]
         for claim, path in CLAIMS.items():
-            for which, rivals in _fields(_rivals(rows[0], scale)).items():
+            for which, rivals_of in FIELDS.items():
                 told = {
-                    f"{row.pace}, {row.work}": _ahead(results, row, rivals, path) for row in rows
+                    f"{row.pace}, {row.work}": _ahead(results, row, rivals, path)
+                    for row in rows
+                    if (rivals := rivals_of(_rivals(row, scale)))
                 }
-                words = f"{claim} {which}, with {abilities} abilities"
-                found.append(_finding(results, words, told))
+                if told:
+                    words = f"{claim} {which}, with {abilities} abilities"
+                    found.append(_finding(results, words, told))
     return found
 
 
@@ -214,10 +222,12 @@ CLAIMS = {
 }
 
 
-def _fields(rivals: Sequence[Contender]) -> dict[str, Sequence[Contender]]:
-    """Return whom ours is compared with, by name: all, and those that split where any does."""
-    matrix = [one for one in rivals if one.splits]
-    return {"the best rival": rivals, **({"the best PD split": matrix} if matrix else {})}
+Rivals = Sequence[Contender]
+FIELDS: dict[str, Callable[[Rivals], Rivals]] = {
+    "the best rival": lambda rivals: rivals,
+    "the best PD split": lambda rivals: [one for one in rivals if one.splits],
+}
+"""Whom ours is compared with, of a row's rivals."""
 
 
 COLUMNS = {
@@ -249,9 +259,10 @@ EXPERIMENTS = [
         name="together",
         title="Placement and restoring at once",
         source="issue W12b",
+        suite="together",
         about="Agents, sessions that come back cold, rollouts and long documents on four workers "
         "of hybrid models with host memory and SSDs: ours as it ships (seats on) beside the gates "
-        "and, without seats, one to three of the four prefilling for the others; with all that is "
+        "and, for agents, one to three of the four prefilling for the others; with all that is "
         "designed, with what the reference engine states and with what vLLM's connector states.",
         jobs=_jobs,
         verdicts=_verdicts,
