@@ -83,6 +83,25 @@ def test_policies_agree_and_staying_re_uses_more(tmp_path: Path) -> None:
     assert all(abs(one - other) <= 1e-4 for one, other in pairs)
 
 
+def test_a_worker_leaves_amid_an_answer_and_all_go_on_with_their_state(tmp_path: Path) -> None:
+    """Whether a turn leaves for heat is the clock's to say. What is known is at hand, and the
+    answers are equal."""
+    target = tmp_path / "demo.json"
+    process = demo("--policy", "ownerserve", "--repeats", "1", "--json", str(target))
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output.decode()
+    result = json.loads(target.read_bytes())
+    [spot] = result["hot_spots"]
+    assert spot["policy"] == "ownerserve" and spot["errors"] == []
+    assert spot["compared"]["equal"] is True and spot["compared"]["missing"] == 0
+    assert spot["exit_code"] == 0, "nothing stands there any more: it does not wait for its timeout"
+    assert spot["settled"] >= 1 and 0 < spot["tokens_before"] < spot["tokens"]
+    assert spot["moved"], "the answer went on at another worker"
+    assert spot["peer_bytes"] > 0
+    assert spot["cached"] > 0.9 * spot["known"], "state moved, and was not computed anew"
+    assert "told to leave after 12 of" in output.decode()
+
+
 def is_a_whole_run(run: dict[str, Any], *, requests: int) -> None:
     """One run answered all and counted all."""
     assert run["errors"] == 0

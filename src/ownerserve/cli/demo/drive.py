@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import httpx
 import msgspec
@@ -163,37 +164,50 @@ class _Driver:
     async def _ask(
         self, answer: TurnAnswer, turn: DemoTurn, messages: list[dict[str, str]]
     ) -> TurnAnswer:
-        body = {
-            "model": self._model,
-            "messages": messages,
-            "max_tokens": turn.output_tokens,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "logprobs": True,
-            "top_logprobs": 2,
-        }
         headers = {"x-session-id": turn.agent} | ({FINAL_HEADER: "true"} if turn.is_last else {})
-        started = time.perf_counter()
-        try:
-            async with self._client.stream(
-                "POST", "/v1/chat/completions", json=body, headers=headers
-            ) as response:
-                answer.mode = response.headers.get(MODE_HEADER, "")
-                answer.worker = response.headers.get(WORKER_HEADER, "")
-                answer.brought = read_brought(response.headers.get(BROUGHT_HEADER, ""))
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    answer.error = f"HTTP {response.status_code}: {text[:200]}"
-                    return answer
-                async for line in response.aiter_lines():
-                    _absorb(answer, line, elapsed_ms=(time.perf_counter() - started) * 1e3)
-        except httpx.HTTPError as error:
-            answer.error = f"{type(error).__name__}: {error}"
-        answer.e2e_ms = (time.perf_counter() - started) * 1e3
-        if len(answer.tokens) > 1:
-            answer.tpot_ms = (answer.e2e_ms - answer.ttft_ms) / (len(answer.tokens) - 1)
-        return answer
+        asked = {"model": self._model, "messages": messages, "max_tokens": turn.output_tokens}
+        return await ask(self._client, answer, asked, headers)
+
+
+async def ask(
+    client: httpx.AsyncClient,
+    answer: TurnAnswer,
+    asked: Mapping[str, Any],
+    headers: Mapping[str, str],
+    *,
+    on_line: Callable[[str], object] = len,
+) -> TurnAnswer:
+    """Ask for a streamed greedy answer with logprobs, and fill `answer` with what comes; `on_line`
+    is told each line of it, once that is in the answer. Errors are written there."""
+    body = {
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "top_logprobs": 2,
+        **asked,
+    }
+    started = time.perf_counter()
+    try:
+        async with client.stream(
+            "POST", "/v1/chat/completions", json=body, headers=headers
+        ) as response:
+            answer.mode = response.headers.get(MODE_HEADER, "")
+            answer.worker = response.headers.get(WORKER_HEADER, "")
+            answer.brought = read_brought(response.headers.get(BROUGHT_HEADER, ""))
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                answer.error = f"HTTP {response.status_code}: {text[:200]}"
+                return answer
+            async for line in response.aiter_lines():
+                _absorb(answer, line, elapsed_ms=(time.perf_counter() - started) * 1e3)
+                on_line(line)
+    except httpx.HTTPError as error:
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.e2e_ms = (time.perf_counter() - started) * 1e3
+    if len(answer.tokens) > 1:
+        answer.tpot_ms = (answer.e2e_ms - answer.ttft_ms) / (len(answer.tokens) - 1)
+    return answer
 
 
 def _absorb(answer: TurnAnswer, line: str, *, elapsed_ms: float) -> None:

@@ -1,5 +1,5 @@
 """This module wires and prints `ownerserve demo` over workers of the reference engine: policies in
-rounds, then a session that outlives its worker.
+rounds, then a hot spot and a worker that leaves, then a session that outlives its worker.
 
 Owns what came of all runs. Counts are shown first, since no clock decides them; then times.
 """
@@ -28,6 +28,7 @@ from ownerserve.cli.demo.cold_resume import ColdResume, cold_resume
 from ownerserve.cli.demo.compare import Comparison, compare
 from ownerserve.cli.demo.drive import TurnAnswer
 from ownerserve.cli.demo.fleets import run_of
+from ownerserve.cli.demo.hot_spot import HotSpot, hot_spot
 from ownerserve.cli.demo.machine import load_average
 from ownerserve.cli.demo.processes import terminate_as_interrupt
 from ownerserve.cli.demo.rounds import OURS, rounds_of
@@ -96,8 +97,10 @@ def run_hf_demo(console: Console, demo: HfDemo, json_target: str | None) -> None
     machine = MachineLoad(cores, load, tuple(ran.others_cpu_shares))
     comparisons = ran.comparisons()
     _show(console, ran.results, comparisons, machine)
+    spots = _hot_spots(console, demo)
     resumed = _resume(console, demo)
-    equal = all(one.equal for compared in comparisons.values() for one in compared)
+    compared = [one for runs in comparisons.values() for one in runs]
+    equal = all(one.equal for one in (*compared, *(spot.compared for spot in spots)))
     body = {
         "policies": ran.results,
         "times": {name: times_of(runs) for name, runs in ran.results.items()},
@@ -105,6 +108,7 @@ def run_hf_demo(console: Console, demo: HfDemo, json_target: str | None) -> None
         "machine": {**msgspec.structs.asdict(machine), "warning": machine.warning},
         "answers_equal": equal,
         "comparisons": comparisons,
+        "hot_spots": spots,
         "cold_resume": resumed,
         "workload": {
             "name": demo.trace.name,
@@ -116,6 +120,7 @@ def run_hf_demo(console: Console, demo: HfDemo, json_target: str | None) -> None
     }
     write_json(json_target, "demo", msgspec.to_builtins(body))
     failed = [e for runs in ran.results.values() for run in runs for e in run.first_errors]
+    failed += [error for spot in spots for error in spot.errors]
     if failed or not equal:
         raise click.ClickException("; ".join(failed) or "policies gave different answers")
 
@@ -219,6 +224,20 @@ def verdict(reference: str, name: str, compared: Sequence[Comparison]) -> str:
         for flip in flips[:5]
     ]
     return "\n".join(lines)
+
+
+def _hot_spots(console: Console, demo: HfDemo) -> list[HotSpot]:
+    """Play the hot spot by each policy that moves sessions for heat, of those that were run."""
+    policies = [name for name in HEAT_POLICIES if name in demo.policies]
+    spots = list[HotSpot]()
+    if demo.setup.workers < 2 or not policies:
+        return spots
+    console.print("a worker has too many sessions, then leaves amid an answer ...")
+    with terminate_as_interrupt():
+        for name in policies:
+            spots.append(hot_spot(name, model=demo.setup.model, workers=demo.setup.workers))
+            console.print("\n".join(spots[-1].lines()), highlight=False)
+    return spots
 
 
 def _resume(console: Console, demo: HfDemo) -> ColdResume:

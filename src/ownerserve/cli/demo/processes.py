@@ -129,7 +129,8 @@ class DemoFleet:
         self._folder = folder
         self._begin = begin
         self._children: list[Child] = []
-        self.worker_urls: list[str] = []
+        self.workers: dict[str, Child] = {}
+        """By the names that answers have for them."""
         self.directory_url = self.gateway_url = self.admin_url = ""
 
     def start(self, worker_arguments: Sequence[str], run: DemoRun) -> None:
@@ -144,11 +145,18 @@ class DemoFleet:
             )
             for i, role in enumerate(run.roles)
         ]
-        self.worker_urls = [child.wait_ready(BEGIN_S)[0] for child in pending]
+        urls = [child.wait_ready(BEGIN_S)[0] for child in pending]
+        names = (url.removeprefix("http://") for url in urls)
+        self.workers = dict(zip(names, pending, strict=True))
         over = [part for url in self.worker_urls for part in ("--worker", url)]
         options = ("--policy", run.policy, *GATEWAY_ARGUMENTS, *run.gateway_arguments, *asking)
         gateway = self._spawn("gateway", ["gateway", *FREE_PORTS, *options, *over])
         self.gateway_url, self.admin_url = gateway.wait_ready(BEGIN_S)
+
+    @property
+    def worker_urls(self) -> list[str]:
+        """`worker_urls` are where its workers serve."""
+        return [f"http://{name}" for name in self.workers]
 
     @property
     def pids(self) -> list[int]:

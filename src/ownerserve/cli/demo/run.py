@@ -80,12 +80,12 @@ def run_policy(
         said = spoken(fleet)
         result = msgspec.structs.replace(
             result,
-            reasons=_reasons(fleet.admin_url),
+            reasons=dispatches(fleet.admin_url),
             directory_messages=said.directory,
             directory_frames=said.frames,
             node_requests=said.node,
             moves=moved_turns(setup.conversations, sessions),
-            peer_bytes=sum(_peer_bytes(url) for url in fleet.worker_urls),
+            peer_bytes=sum(peer_bytes(url) for url in fleet.worker_urls),
             others_cpu_share=others_share(before, after),
         )
         return result, answers
@@ -117,13 +117,13 @@ DISPATCHES = re.compile(
 )
 
 
-def _reasons(admin_url: str) -> dict[str, int]:
+def dispatches(admin_url: str) -> dict[str, int]:
     """Return why the gateway sent turns where it did: its own count of dispatches."""
     found = DISPATCHES.findall(metrics(admin_url))
     return {name: int(float(count)) for name, count in found}
 
 
-def _peer_bytes(url: str) -> int:
+def peer_bytes(url: str) -> int:
     """Return the bytes that one worker read of others, by its own count."""
     return sum(int(float(count)) for count in PEER_BYTES.findall(metrics(url)))
 
