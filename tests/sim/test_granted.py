@@ -16,7 +16,7 @@ from ownerserve.plan.inputs import ENGINES
 from ownerserve.plan.window_replay import why_no_window_replay
 from ownerserve.router.worker import EVERY_ACTION, EVERY_ENGINE
 from ownerserve.sim.build import BaselineParts
-from ownerserve.sim.config.granted import OF_PEERS, granted
+from ownerserve.sim.config.granted import FETCHES, OF_PEERS, granted
 from ownerserve.sim.config.setup import SimSetup, Tiers
 from ownerserve.sim.run import simulate
 from ownerserve.sim.workload import Capped, WorkloadShape
@@ -33,7 +33,7 @@ def test_the_sets_are_what_engines_state_and_ideal_names_what_none_does() -> Non
         told = granted(name)  # type: ignore[arg-type]
         assert told.planner is ENGINES[name] and told.not_built == ()
         assert told.actions >= EVERY_ENGINE
-        assert (told.actions >= OF_PEERS) is (name == "hf")
+        assert told.actions & OF_PEERS == (OF_PEERS if name == "hf" else FETCHES)
         alone = granted(name, tiers=frozenset())  # type: ignore[arg-type]
         assert alone.actions == EVERY_ENGINE, "without a tier a worker of ours has no node"
     assert granted("hf").actions == set(actions_of((Tier.HOST, Tier.PEER)))

@@ -73,14 +73,17 @@ OF_PEERS = frozenset({
 })  # fmt: skip
 """What a worker of ours offers that has a tier, and so a node, which reads from others' nodes
 (node.runtime.stating)."""
+FETCHES = frozenset({PlacementAction.ARTIFACT_FETCH})
+"""What a vLLM worker with a store and transfers offers of these: it brings with a turn what a peer
+holds (engines.vllm.scheduler_side.node_rpc)."""
 
 
 def granted(name: EngineAbilities, *, tiers: frozenset[PlacementAction] = FROM_TIERS) -> Granted:
     """Return the set called `name`. `tiers`: FROM_TIERS, or nothing for a worker without any
     tier."""
     if name != "ideal":
-        peers = OF_PEERS if name == "hf" and tiers else frozenset()
-        return Granted(name, ENGINES[name], EVERY_ENGINE | tiers | peers)
+        below = tiers | (OF_PEERS if name == "hf" else FETCHES) if tiers else tiers
+        return Granted(name, ENGINES[name], EVERY_ENGINE | below)
     ideal = ENGINES[name]
     actions = EVERY_ACTION - FROM_TIERS | tiers
     return Granted(name, ideal, actions, tuple(_unlike_any_engine(ideal)))
