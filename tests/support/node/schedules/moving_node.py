@@ -22,6 +22,7 @@ from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     AskSession,
+    AskTokens,
     DropTurn,
     HandOver,
     MoveTurn,
@@ -39,6 +40,7 @@ from ownerserve.node.ownership.ownership import TurnCame, TurnLeft
 from ownerserve.node.ownership.taking_over import take_over
 from ownerserve.node.runtime.comings import Comings
 from ownerserve.node.transfers.moves import LeavingSessions, Takes
+from ownerserve.node.transfers.replicas import PrefixTakes
 from ownerserve.node.vocabulary.events import CameIn, Effect, TurnEnded
 from tests.support.node.lending_nodes import B
 from tests.support.node.schedules.moving_turns import MovingTurns
@@ -86,10 +88,13 @@ class MovingNode(SimNode):
         """What is to be done between two steps: tasks wait for it, which end with this life."""
         self.ownership = SimOwnership(self)
         self._admission = Admission(self.cache.sessions)
-        self._comings = Comings(self.handle)
+        self.comings = Comings(self.handle)
         self._leaving = LeavingSessions(self.cache, self, self.between)
-        self.takes = Takes(self.unit, self.cache, self, node=self._comings, on_engine=self.between)
+        self.takes = Takes(self.unit, self.cache, self, node=self.comings, on_engine=self.between)
         self._taking: dict[Future[RpcAnswer], None] = {}
+        self.prefix_takes = PrefixTakes(
+            self.unit, self.cache, node=self.comings, on_engine=self.between
+        )
         self.moving_turns = MovingTurns(self)
         self.ownership.start()
 
@@ -238,6 +243,8 @@ class MovingNode(SimNode):
                 return _done(self.moving_turns.coming.keep(request))
             case DropTurn():
                 return _done(self.moving_turns.coming.drop(request))
+            case AskTokens():
+                return self.between(partial(self.prefix_takes.tokens_here, request))
             case ReleaseSession():
                 return self.between(partial(self._release, request))
             case _:
@@ -283,7 +290,7 @@ class MovingNode(SimNode):
 
     def _perform(self, effect: Effect) -> Iterable[Effect]:
         if isinstance(effect, CameIn):
-            self._comings.ended(effect)
+            self.comings.ended(effect)
             return ()
         return super()._perform(effect)
 

@@ -1,6 +1,6 @@
 """Turns of a simulated worker that move amid their answers.
 
-real   `LeavingTurns`, `ComingTurns`, the scheduler's stop, release and abort
+real   `LeavingTurns`, `ComingTurns`, `TurnStates`, the scheduler's stop, release and abort
 not    the sampler and the text, of which there is none; a leg's head, which is a call
 """
 
@@ -14,6 +14,7 @@ from ownerserve.kv.ids import TurnId
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.transfers.turn_moves import ComingTurns, LeavingTurns, StoppedTurn
+from ownerserve.node.transfers.turn_states import TurnStates
 
 if TYPE_CHECKING:
     from tests.support.node.schedules.moving_node import MovingNode
@@ -42,7 +43,8 @@ class MovingTurns:
     def __init__(self, node: MovingNode) -> None:
         self._node = node
         self.leaving = LeavingTurns(self, node.between)
-        self.coming = ComingTurns(lambda _: None)
+        self.states = TurnStates(node.cache, node=node.comings, on_engine=node.between)
+        self.coming = ComingTurns(lambda _: None, self.states)
         self.stopped: set[TurnId] = set()
         """Turns that are held while they are sent."""
 
