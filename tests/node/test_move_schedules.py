@@ -38,7 +38,7 @@ def test_a_schedule_is_the_same_each_time() -> None:
 def test_schedules_are_no_idle_talk() -> None:
     """Sessions move, at gateways' word and by hand, and stay for each reason; turns move amid their
     answers; all goes wrong that may."""
-    counts = sum((play(seed) for seed in range(16)), Counter[str]())
+    counts = sum((play(seed) for seed in range(24)), Counter[str]())
     assert counts["answered by its owner"] > 50 and counts["answered by a guest"] > 50, counts
     assert counts["take taken"] > 20 and counts["installed"] > 10, counts
     assert counts["move taken"] > 5 and counts["sessions to leave"] > 5, counts
