@@ -156,6 +156,8 @@ def test_its_next_turn_is_an_append_where_it_went(fleet: Fleet) -> None:
     until(lambda: there.metric("ownerserve_sessions_owned") == 1)
     until(lambda: here.http.get("/ownerserve/cache").json()["sessions"] == 0)
     assert moved(there, "came", "taken") == moved(here, "went", "moved") == 1
+    assert there.metric("ownerserve_session_handover_seconds_total") > 0
+    assert here.metric("ownerserve_session_handover_seconds_total") == 0
     words = there.http.get("/ownerserve/inventory").json()["words"]
     here_now = [one for one in words if one["session"] == NAME and one["tier"] == "device"]
     assert [one["tokens"] for one in here_now] == [taken.tokens]  # on a busy machine, below it too

@@ -40,6 +40,8 @@ class TransferCounts(BringCounts, frozen=True, kw_only=True):
     told_bytes: Mapping[str, int]
     moves: Mapping[tuple[str, str], int]
     """By `came` and `went`, and how each ended."""
+    handover_s: float
+    """For how long the sessions that came were nobody's to serve, in all, at most."""
     turn_moves: Mapping[tuple[str, str], int]
     """The same, of turns amid their answers."""
     turn_states: Mapping[str, int]

@@ -229,13 +229,15 @@ class _Brought(NamedTuple):
 
 class Takes:
     """`Takes` take sessions over for one node; calls but `counts` are made on the service's thread.
-    `counts` says what came of them: metric labels."""
+    `counts` says what came of them: metric labels. `handover_s`: for how long those that came were
+    nobody's to serve, at most."""
 
     def __init__(
         self, unit: RoutingUnit, cache: HeteroCache, engine: MovingEngine, *, node: MovingNode,
         on_engine: OnEngine,
     ) -> None:  # fmt: skip
         self.counts: Counter[str] = Counter()
+        self.handover_s = 0.0
         self._unit = unit
         self._cache = cache
         self._engine = engine
@@ -306,10 +308,12 @@ class Takes:
         """Ask the owner to hand the session over, and install it."""
         session, stands = asked.session_id, brought.stands
         question = HandOver(session, stands.version, self._unit, stands.epoch)
+        asked_s = time.monotonic()
         said = await peer.ask(asked.source, question, within_s=ANSWER_S, nonce=new_nonce())
         if isinstance(said, Moved):
             installed = self._on_engine(lambda: self._install(session, brought, said))
             tokens = cast("int", await asyncio.wrap_future(installed))
+            self.handover_s += time.monotonic() - asked_s
             return SessionTaken(stands.version, tokens, said.epoch)
         if isinstance(said, Reject) and said.reason is not WorkerRefusal.NO_ANSWER:
             return said

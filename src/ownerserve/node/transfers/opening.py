@@ -396,6 +396,7 @@ class NodeTransfers:
             prefills={} if self.prefills is None else dict(self.prefills.counts),
             told_bytes={} if self.prefills is None else dict(self.prefills.told_bytes),
             moves=self._moves(),
+            handover_s=0.0 if self.takes is None else self.takes.handover_s,
             turn_moves=self._turn_moves(),
             turn_states={} if self.turn_states is None else dict(self.turn_states.counts),
             turn_state_bytes=0 if self.turn_states is None else self.turn_states.moved_bytes,

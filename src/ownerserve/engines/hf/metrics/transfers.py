@@ -56,6 +56,13 @@ def _moves(counts: TransferCounts) -> Iterator[Metric]:
     for (way, end), count in sorted(counts.moves.items()):
         moves.add_metric([way, end], count)
     yield moves
+    handed = CounterMetricFamily(
+        "ownerserve_session_handover_seconds",
+        "For how long sessions that moved here were nobody's to serve, at most: from asking their"
+        " owner for them until they were here.",
+    )
+    handed.add_metric([], counts.handover_s)
+    yield handed
     turns = CounterMetricFamily(
         "ownerserve_turn_moves",
         "Turns that were to move amid their answers, to here (came: kept, and of those: went_on,"
