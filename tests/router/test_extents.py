@@ -35,8 +35,14 @@ PARENT = SessionId("parent")
 
 
 @pytest.fixture(params=["ear", "ownerserve"])
-def state(request: pytest.FixtureRequest) -> RouterState:
-    state = RouterState(make_policy(request.param))
+def policy(request: pytest.FixtureRequest) -> str:
+    assert isinstance(request.param, str)
+    return request.param
+
+
+@pytest.fixture
+def state(policy: str) -> RouterState:
+    state = RouterState(make_policy(policy))
     raise_up(state, "w0", "w1", "w2")
     return state
 
@@ -115,6 +121,40 @@ def test_a_restarted_owners_disk_brings_the_session_back(state: RouterState) -> 
     assert (turn.worker, turn.reason) == (owner, DispatchReason.RECOVERED)
     assert turn.decision.action is PlacementAction.TAIL_RECOMPUTE
     assert turn.decision.cached_tokens == 50_000
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "goes", "action"),
+    [
+        (1.5, "home", PlacementAction.TAIL_RECOMPUTE),  # ten steps: 5 ms, and the way takes 10
+        (3.0, "other", PlacementAction.ARTIFACT_FETCH),
+    ],
+)
+def test_a_restarted_owners_session_goes_home_unless_it_is_slower_by_more_than_the_way(
+    policy: str, step_ms: float, goes: str, action: PlacementAction
+) -> None:
+    """By what both have measured; one that has not yet in its new life is taken for its like."""
+    state = RouterState(make_policy(policy))
+    alike = replace(ABLE, spec_digest="spec", lends=frozenset({Tier.DISK}))
+    unmeasured = replace(alike, is_prefill_measured=False, are_steps_measured=False)
+    raise_up(state, "w0", "w1", profile=alike)
+    home = served(state, "s", 1.0, tokens=50_000).worker
+    (other,) = {"w0", "w1"} - {home}
+    state.handle(Reported(unit(home), Tier.DISK, HASH, 50_000, SessionId("s")), 2.0)
+    slow = replace(SPEED, step_ms=step_ms)
+    raise_up(state, home, profile=replace(unmeasured, speed=slow), life=2)
+    turn = dispatched(state, "s", 3.0, prompt_bytes=4 * 50_500)
+    assert (turn.worker, turn.reason) == (home, DispatchReason.RECOVERED)
+    assert turn.decision.action is PlacementAction.TAIL_RECOMPUTE
+    state.handle(Aborted(turn.receipt), 4.0)
+    raise_up(state, home, profile=replace(alike, speed=slow), life=2)
+    turn = dispatched(state, "s", 5.0, prompt_bytes=4 * 50_500)
+    assert turn.worker == {"home": home, "other": other}[goes]
+    assert (turn.reason, turn.decision.action) == (DispatchReason.RECOVERED, action)
+    source = turn.decision.source
+    assert source is not None
+    assert (source.worker, source.tier) == (state.fleet[WorkerId(home)], Tier.DISK)
+    state.check()
 
 
 DEAR = replace(ABLE, speed=replace(SPEED, media={**SPEED.media, Tier.DISK: Medium(1e6, 1e6)}))

@@ -42,7 +42,8 @@ def test_sessions_return_whichever_worker_came_up_first(
     rig: Rig, warm: WarmServers, tmp_path: Path, order: tuple[int, int]
 ) -> None:
     """One worker is told to end, the other is killed; both begin anew over their stores. One of
-    them has ours as a child of MultiConnector, whose other child keeps nothing over a life."""
+    them has ours as a child of MultiConnector, whose other child keeps nothing over a life. Both
+    state equal prices: one that measures itself slower than the other loses sessions to it."""
     model = rig.checkpoint("qwen3")
     ports = [free_port(), free_port()]
 
@@ -52,7 +53,7 @@ def test_sessions_return_whichever_worker_came_up_first(
             other = connectors.offloading(tmp_path / f"offloaded-{life}")
             connector = connectors.multi(connector, other)
         log = tmp_path / f"vllm-{number}-{life}.log"
-        return warm.serve(model, connector, log, port=ports[number])
+        return warm.serve(model, connector, log, port=ports[number], prices="assumed")
 
     with ExitStack() as all_, ExitStack() as first, ExitStack() as second:
         stacks = (first, second)

@@ -20,6 +20,7 @@ from tests.support.children import ROOT
 from tests.support.net import free_port, is_free
 from tests.support.vllm import tiny
 from tests.support.vllm.fleet import vllm_python
+from tests.support.vllm.warm_server import Order, Prices
 from tests.support.waits import until
 
 SERVE_S = 480.0
@@ -116,21 +117,34 @@ class WarmServers:
 
     @contextmanager
     def serve(
-        self, model: Path, connector: dict[str, Any], log: Path, *more: str, port: int = 0
+        self,
+        model: Path,
+        connector: dict[str, Any],
+        log: Path,
+        *more: str,
+        port: int = 0,
+        prices: Prices = "measured",
     ) -> Iterator[Server]:
         """The function `serve`, but for the imports of its processes."""
-        server = self.begin(model, connector, log, *more, port=port or free_port())
+        port = port or free_port()
+        server = self.begin(model, connector, log, *more, port=port, prices=prices)
         try:
             yield server
         finally:
             server.end()
 
     def begin(
-        self, model: Path, connector: dict[str, Any], log: Path, *more: str, port: int
+        self,
+        model: Path,
+        connector: dict[str, Any],
+        log: Path,
+        *more: str,
+        port: int,
+        prices: Prices = "measured",
     ) -> Server:
         """A server that answers."""
         assert self._process.stdin is not None
-        order = {"given": [*_given(model, connector, port), *more], "log": str(log)}
+        order = Order([*_given(model, connector, port), *more], str(log), prices)
         self._process.stdin.write(msgspec.json.encode(order) + b"\n")
         self._process.stdin.flush()
         server = Server(f"http://127.0.0.1:{port}", int(self._said()))

@@ -2,7 +2,7 @@
 
     python -m tests.support.vllm.warm_server        in vLLM's own environment
 
-    a line on standard input: {"given", "log"} ──> fork ── its pid, a line on standard output
+    a line on standard input: an Order ──> fork ── its pid, a line on standard output
 
 `vllm serve` is three processes on a CPU, and each imports vLLM for itself: two thirds of its start.
 Here the server is forked, and so are its engine core and that one's worker, which vLLM would spawn
@@ -16,11 +16,16 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import msgspec
 
+from tests.support.hf.assumed import assume_prices
 from tests.support.vllm.forking import fork_what_vllm_spawns
+
+Prices = Literal["measured", "assumed"]
+"""What a server says that computing and loading take: what it measures, or what is assumed before
+that. Busy cores measure two equal servers far apart, and a gateway believes them."""
 
 
 class Order(msgspec.Struct):
@@ -28,6 +33,7 @@ class Order(msgspec.Struct):
 
     given: list[str]
     log: str
+    prices: Prices = "measured"
 
 
 def _import_vllm() -> None:
@@ -68,6 +74,8 @@ def _serve(order: Order) -> NoReturn:
         for number in (1, 2):
             os.dup2(log.fileno(), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if order.prices == "assumed":
+        assume_prices()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     code = 1
