@@ -21,8 +21,8 @@ from ownerserve.node.transfers.landing import Landing
 from ownerserve.transfer.control.events import WantedArtifact
 
 LANDING_BYTES = 8 * GIB
-"""As many parts as are waited for at once (BRINGS_AT_ONCE), of 160 KiB a token; or half as much a
-token, each with the one before it that is being copied."""
+"""Room for as many parts as are waited for at once (BRINGS_AT_ONCE), of 160 KiB a token; or of half
+as much a token, each with the one before it that is being copied."""
 
 
 class LandingsFull(msgspec.Struct, frozen=True, gc=False):
