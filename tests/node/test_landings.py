@@ -21,7 +21,7 @@ from ownerserve.node.transfers.peers import Peers
 from ownerserve.node.transfers.service import TransferService
 from ownerserve.node.transfers.source_side import SourceSide
 from ownerserve.node.transfers.target_side import TargetSide
-from ownerserve.store.format.model import MissReason, ReadMiss
+from ownerserve.store.format.model import MissReason, ReadHit, ReadMiss
 from ownerserve.transfer.control.events import WantedArtifact
 from ownerserve.transfer.movers.digests import Xxh3
 from ownerserve.transfer.vocabulary import (
@@ -143,6 +143,31 @@ def test_what_finds_no_room_is_not_brought_and_its_lend_is_returned(near: Node) 
         assert (counts.brings, counts.read_bytes) == ({"no_room": 1}, 0)
         until(lambda: near.transfers.counts().lends == {"returned": 1}, what="the lend's end")
         assert counts.landings.coming_bytes == counts.landings.held_bytes == 0
+    finally:
+        far.close()
+
+
+def test_what_has_come_takes_of_what_comes_next_until_its_reader_has_let_go_of_it(
+    near: Node,
+) -> None:
+    """Else parts that wait for their turn's room on the device would fill the host's memory."""
+    size = 10 * SECTIONS["dense"].payload_bytes + SECTIONS["swa"].payload_bytes
+    far = Node("far", place=TransferPlace(landing_bytes=size))
+    try:
+        peers, landings = far.transfers.peers, lambda: far.transfers.counts().landings
+        prefix = wanted(near.address)
+        wants = cells(prefix, peers.look(prefix))
+        read = peers.read(wants)
+        assert isinstance(read, ReadHit)
+        assert (landings().coming_bytes, landings().landed_bytes) == (0, size)
+        views = [part.data for part in read.parts]
+        del read
+        assert isinstance(peers.read(wants), ReadMiss), "the bytes are there"
+        assert far.transfers.counts().brings == {"brought": 1, "no_room": 1}
+        views.clear()
+        until(lambda: landings().landed_bytes == 0, what="it is let go of")
+        peers.look(prefix)
+        assert isinstance(peers.read(wants), ReadHit)
     finally:
         far.close()
 

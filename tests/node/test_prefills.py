@@ -6,6 +6,7 @@ engines/hf/test_prefilling.py.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
@@ -163,9 +164,9 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def ordered(worker: LenderAddress, **other: object) -> PeerPrefix:
-    order = PrefillOrder(worker, pack(PROMPT))
-    return wanted(worker, order=order, **other)
+def ordered(worker: LenderAddress, *, prompt: list[int] = PROMPT, **other: object) -> PeerPrefix:
+    order = PrefillOrder(worker, pack(prompt))
+    return wanted(worker, prompt=prompt, order=order, **other)
 
 
 def read_in(threads: ThreadPoolExecutor, d: Node, prefix: PeerPrefix) -> Future[ReadOutcome]:
@@ -358,6 +359,54 @@ def test_of_two_turns_with_one_prompt_the_one_that_stays_has_it_though_the_other
     assert isinstance(outcome, ReadHit), d.transfers.counts()
     assert len(outcome.parts) == len(wants)
     peers.call_off(stays.turn_id)
+
+
+def test_a_read_that_is_given_up_is_not_gone_on_with_for_an_equal_prompt(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    """That one is read by itself: what one has ordered has one reader. It is expected just as the
+    first one is stopped, before its thread has heard so."""
+    peers, first, second = d.transfers.peers, TurnId("first"), TurnId("second")
+
+    class Stopped(Counter[str]):
+        def __setitem__(self, end: str, count: int) -> None:
+            super().__setitem__(end, count)
+            peers.call_off(first)
+            peers.expect(wants, second, (wants,))
+
+    wants = cells(prefix := ordered(p.node.address, turn_id=first), peers.look(prefix))
+    peers.expect(wants, first, (wants,))
+    reading = threads.submit(peers.read, wants)
+    is_lent(p)
+    peers.look(ordered(p.node.address, turn_id=second))
+    peers.brings = Stopped()
+    peers.give_up(wants)
+    read = reading.result(20)
+    assert isinstance(read, ReadMiss) and read.reason is MissReason.CANCELLED
+    peers.brings = Counter()
+    reading = threads.submit(peers.read, wants)
+    p.begin()
+    p.step(0, BLOCKS)
+    assert_all(p, prefix, reading.result(60), d)
+
+
+def test_a_prompt_that_begins_as_anothers_comes_by_its_own_order(
+    p: SteppedEngine, d: Node, threads: ThreadPoolExecutor
+) -> None:
+    """Both begin with the same cells; the other is ordered later, and before the first is read."""
+    peers = d.transfers.peers
+    prefix = ordered(p.node.address, turn_id=TurnId("first"))
+    wants = cells(prefix, peers.look(prefix))
+    alike = [*PROMPT[: 8 * B], *range(900, 900 + 2 * B + 1)]
+    other = ordered(p.node.address, prompt=alike, turn_id=TurnId("other"))
+    assert {one.id for one in wants} & set(peers.look(other))
+    peers.expect(wants, prefix.turn_id, (wants,))
+    reading = threads.submit(peers.read, wants)
+    is_lent(p)
+    p.prompts.popitem()  # the engine comes to the first one
+    p.begin()
+    p.step(0, BLOCKS)
+    assert_all(p, prefix, reading.result(60), d)
 
 
 def test_a_prompt_that_is_computed_already_is_read_as_well(

@@ -6,10 +6,12 @@ import pytest
 
 from ownerserve.cache.outcomes import Begun, Replay, Restore, Resume, Shortage, Turn, Victim
 from ownerserve.cache.pressure import Watermarks
-from ownerserve.kv.ids import TurnId
-from ownerserve.kv.messages import Tier
+from ownerserve.kv.ids import Incarnation, TurnId, WorkerId
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.prefix import pack
+from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.node.retention.record_value import memory_price
+from ownerserve.node.vocabulary.chains import prefix_of
 from ownerserve.node.vocabulary.events import (
     DropOperation,
     Fetch,
@@ -18,10 +20,12 @@ from ownerserve.node.vocabulary.events import (
     Filled,
     FindRecords,
     NotFetched,
+    PrefillOrder,
     RecordsFound,
     RestoreOutcome,
     StoreCopy,
     Tick,
+    TurnArrived,
     TurnGone,
 )
 from ownerserve.node.vocabulary.settings import NodeSettings
@@ -95,6 +99,21 @@ def test_a_peer_that_has_to_read_first_is_asked_where_that_is_soon_enough(
         else:
             driver.answer(asked)
     assert driver.reports[turn].outcome is outcome
+
+
+def test_what_is_ordered_is_read_as_the_turns_own_also_where_it_is_one_part() -> None:
+    """Peers are told whose it is: another turn's order may begin with the same."""
+    driver = NodeDriver()
+    stored_session(driver)
+    lender = LenderAddress(RoutingUnit(WorkerId("p"), 0, Incarnation(1)), "tcp://127.0.0.1:1")
+    turn, prompt = TurnId("ordered"), prefix_of(LONG, B)
+    order = PrefillOrder(lender, bytes(prompt.tokens))
+    driver.handle(TurnArrived(turn, None, prompt.tokens, hashed=prompt.hashed, order=order))
+    while not isinstance(asked := driver.pending.popleft(), Fetch):
+        assert isinstance(asked, FindRecords) and asked.peer is not None
+        held = {id_: Tier.PEER for id_ in asked.ids if id_ in driver.stored}
+        driver.handle(RecordsFound(asked.operation_id, held))
+    assert (asked.turn_id, asked.computed) == (turn, (asked.wants,))
 
 
 def test_only_what_is_not_resident_is_read() -> None:

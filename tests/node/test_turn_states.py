@@ -34,7 +34,7 @@ BLOCK_BYTES = 100
 
 class Peer:
     """It runs a turn of NAME, of which it has sealed so many blocks at each question; the last
-    word it says again."""
+    word it says again. 0: it knows of none; less: it is silent."""
 
     def __init__(self, *sealed: int) -> None:
         self.asked = 0
@@ -46,7 +46,7 @@ class Peer:
         assert peer == SOURCE and isinstance(request, AskTokens)
         at = min(self.asked, len(self._sealed) - 1)
         self.asked += 1
-        if not self._sealed:
+        if not self._sealed or self._sealed[at] < 0:
             return None
         blocks = self._sealed[at]
         if not blocks:
@@ -114,6 +114,13 @@ def test_a_turn_that_grows_as_fast_as_it_is_copied_is_followed_no_further(grown:
     ahead = Ahead(20, 20 + grown)
     assert ahead.node.brought == [20] and ahead.ended == "outgrown"
     assert ahead.states.moved_bytes == 20 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("then", [0, -1])
+def test_what_had_come_was_brought_though_its_worker_says_no_more(then: int) -> None:
+    """The turn may have ended meanwhile, or its worker is silent."""
+    ahead = Ahead(20, then)
+    assert ahead.node.brought == [20] and ahead.ended == "brought"
 
 
 @pytest.mark.parametrize("sealed, end", [((), "no_answer"), ((0,), "unknown_session")])

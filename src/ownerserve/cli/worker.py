@@ -278,7 +278,7 @@ if TYPE_CHECKING:
     default="8GiB",
     show_default=True,
     metavar="SIZE",
-    help="Most host memory into which other workers' KV comes at once, before it is copied to the"
+    help="Most host memory into which other workers' KV comes, and waits there to be copied to the"
     " device. What finds no room in it is computed.",
 )
 @click.option(

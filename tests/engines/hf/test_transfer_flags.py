@@ -48,3 +48,17 @@ def test_how_many_wait_for_peers_and_what_is_left_behind(monkeypatch: pytest.Mon
         assert transfers.prefills.after_read is AfterRead.FREE
     finally:
         transfers.stop()
+
+
+def test_without_memory_for_what_comes_a_worker_does_not_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would say that it reads of others, and bring nothing."""
+
+    def built(options: WorkerOptions) -> HfWorker:
+        raise Built
+
+    monkeypatch.setattr(build, "build_worker", built)
+    run = CliRunner().invoke(command, [*FLAGS, "--landing-memory", "0"])
+    assert not isinstance(run.exception, Built)
+    assert run.exit_code != 0 and "landing-memory" in f"{run.output} {run.exception}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import msgspec
 import pytest
 
 from ownerserve.engines.vllm.worker_commands import BlockPlace, LoadInto, WorkerCommands
@@ -177,3 +178,26 @@ def test_a_load_that_nobody_waits_for_waits_for_no_peer(
     finally:
         has_ended.set()
     until(lambda: not near.used_bytes, within_s=60, what="nothing is lent")
+
+
+def test_of_two_loads_of_the_same_the_one_that_is_waited_for_comes(
+    near: StoringNode, far: Node, worker: WorkerSide, pages: Pages
+) -> None:
+    """Two requests begin alike, and one of them is given up while both wait for the peer."""
+    before = put_away(near)
+    load, records = offered(near, far)
+    stays = msgspec.structs.replace(load, operation_id=10, request_id="stays")
+    has_ended, asked = Event(), near.transfers.service.source.state
+    near.between(has_ended.wait)  # it lends nothing meanwhile
+    try:
+        worker.load(WorkerCommands(loads=(load, stays)))
+        until(lambda: asked.counts()["opening"] == 2, within_s=60, what="both lends are asked for")
+        worker.load(WorkerCommands(drops=(load.operation_id,)))
+    finally:
+        has_ended.set()
+    reasons = dict[str, str]()
+    while len(reasons) < 2:
+        worker.results(WorkerCommands(is_idle=True))
+        reasons |= {done.request_id: done.reason for done in worker.report().loads}
+    assert reasons == {"r": "cancelled", "stays": ""}
+    assert set(pages.written) == {before[one] for one in records}

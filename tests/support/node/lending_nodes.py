@@ -186,11 +186,13 @@ def nobody(request: RpcRequest) -> Future[RpcAnswer]:
     raise RuntimeError("only peers are answered here")
 
 
-def wanted(lender: LenderAddress | None, **other: object) -> PeerPrefix:
+def wanted(
+    lender: LenderAddress | None, *, prompt: Sequence[int] = PROMPT, **other: object
+) -> PeerPrefix:
     """All that a restore of the prompt could ask for."""
-    prefix = prefix_of(PROMPT, B)
+    prefix = prefix_of(list(prompt), B)
     assert prefix.hashed is not None
-    digests, cap = prefix.hashed.digests, (len(PROMPT) - 1) // B
+    digests, cap = prefix.hashed.digests, (len(prompt) - 1) // B
     records = dict[bytes, PeerRecord]()
     for end in range(1, cap + 1):
         first = NAMES.cell_ending_at(end).first

@@ -35,8 +35,9 @@ SESSIONS, BURSTS = 6, 2
 HEAD_TOKENS, ADDED_TOKENS = 600, 400
 ANSWER_TOKENS, LONG_ANSWER_TOKENS = 8, 300
 LEAVES_AFTER = 12
-"""Tokens of the long answer that are there when its worker is told to leave."""
+"""So many tokens of the long answer are there, or a few more, when its worker is told to leave."""
 LEAVE_S = 60.0
+POLL_S = 0.05
 KEEPS = ("--kv-memory", "64MiB", "--host-cache", "64MiB", "--drain-timeout", f"{LEAVE_S:g}")
 IMPATIENT = ("--hot-ms", "50", "--cool-s", "0", "--receipts", "open")
 """A gateway to which these few short turns are a hot worker."""
@@ -161,20 +162,31 @@ class _Scene:
             await act(list(self._agents.values()))
 
     async def crowded(self, agents: Sequence[_Agent]) -> None:
-        """Have a hot spot, then an answer amid which the worker leaves, and all go on."""
+        """Have a hot spot, then an answer amid which the worker leaves, and all go on; no further
+        than something fails."""
+        for act in (self._begin, *(self._burst,) * BURSTS, self._leave, self._go_on):
+            await act(agents)
+            self.spot.errors += [answer.error for answer in self.answers if answer.error]
+            if self.spot.errors:
+                return
+        self.spot.by_heat = dispatches(self._fleet.admin_url).get("hot_owner", 0)
+
+    async def _begin(self, agents: Sequence[_Agent]) -> None:
         for agent in agents:  # one after the other: each finds the head, and nobody is busy
             await agent.turn()
-        for _ in range(BURSTS):
-            [(crowded, _count)] = Counter(agent.at for agent in agents).most_common(1)
-            there = [agent for agent in agents if agent.at == crowded]
-            await asyncio.gather(*(agent.turn() for agent in there))
-            self.spot.left += sum(agent.at != crowded for agent in there)
-        await self._leave(agents)
+
+    async def _burst(self, agents: Sequence[_Agent]) -> None:
+        """Have all sessions come back at once that stand where most do."""
+        [(crowded, _count)] = Counter(agent.at for agent in agents).most_common(1)
+        there = [agent for agent in agents if agent.at == crowded]
+        await asyncio.gather(*(agent.turn() for agent in there))
+        self.spot.left += sum(agent.at != crowded for agent in there)
+
+    async def _go_on(self, agents: Sequence[_Agent]) -> None:
+        """Have all sessions come back, of which the leaving worker's stand elsewhere."""
         self.spot.known = sum(_known(agent) for agent in agents)
         await asyncio.gather(*(agent.turn() for agent in agents))
         self.spot.cached = sum(agent.answers[-1].cached_tokens for agent in agents)
-        self.spot.errors = [answer.error for answer in self.answers if answer.error]
-        self.spot.by_heat = dispatches(self._fleet.admin_url).get("hot_owner", 0)
 
     async def _leave(self, agents: Sequence[_Agent]) -> None:
         """Have a long answer written where most sessions stand, and that worker leave amid it."""
@@ -190,15 +202,22 @@ class _Scene:
             if self.spot.tokens_before:
                 pause_ms = (now_s - last_s) * 1e3
                 self.spot.longest_pause_ms = max(self.spot.longest_pause_ms, pause_ms)
-            elif len(answer.tokens) == LEAVES_AFTER:
-                self.spot.tokens_before = LEAVES_AFTER
+            elif len(answer.tokens) >= LEAVES_AFTER:  # several may come at once
+                self.spot.tokens_before = len(answer.tokens)
                 leaving.send_signal(signal.SIGTERM)
             last_s = now_s
             self.spot.moved |= line.startswith(":") and f"{REASON_HEADER}: moved" in line
 
         answer = await writer.turn(LONG_ANSWER_TOKENS, on_line=read)
         self.spot.tokens = len(answer.tokens)
-        self.spot.exit_code = await asyncio.to_thread(leaving.wait, LEAVE_S * 2)
+        if not self.spot.tokens_before:
+            return  # it was not told to: the answer says why
+        until_s = time.monotonic() + 2 * LEAVE_S
+        while (code := leaving.poll()) is None and time.monotonic() < until_s:
+            await asyncio.sleep(POLL_S)
+        self.spot.exit_code = code
+        if code is None:
+            self.spot.errors.append(f"{name} was told to leave, and has not ended")
         others = [other for other in self._fleet.workers if other != name]
         self.spot.peer_bytes += sum(peer_bytes(f"http://{other}") for other in others)
 

@@ -694,8 +694,7 @@ class Restores:
         return [*first, fetch]
 
     def _computed(self, pending: PendingRestore) -> tuple[tuple[Want, ...], ...]:
-        """Return, once for each plan, the parts of what somebody computes for the turn; none where
-        that is one."""
+        """Return, once for each plan, the parts of what somebody computes for the turn."""
         parts, rest = list[tuple[Want, ...]](), pending.to_come
         pending.to_come = ()
         while rest and pending.order is not None:
@@ -703,8 +702,7 @@ class Restores:
             away = (r.want for r in part if pending.found.get(r.want.id) is Tier.PEER)
             parts.append(tuple(away))
             rest = rest[len(part) :]
-        parts = [part for part in parts if part]
-        return tuple(parts) if len(parts) > 1 else ()
+        return tuple(part for part in parts if part)
 
     def _reserve(
         self,

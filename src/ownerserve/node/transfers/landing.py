@@ -8,8 +8,9 @@ it keeps it for as long as it may.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from weakref import finalize
 
 import msgspec
 import numpy as np
@@ -19,6 +20,8 @@ from ownerserve.kv.regions import Region
 from ownerserve.transfer.control.events import WantedArtifact
 from ownerserve.transfer.layout.places import RegionPlaces
 from ownerserve.transfer.vocabulary import FramePiece, Runs
+
+ALIGN_BYTES = 64
 
 
 class Landing:
@@ -36,10 +39,19 @@ class Landing:
             first = units.get(one.component, 0)
             units[one.component] = first + one.piece.end_unit
             self._at[one.piece.artifact] = (one.component, first, one.piece.end_unit)
-        for name, count in units.items():
-            memory = np.zeros(count * sections[name].unit_bytes, np.uint8)  # padding is zeros
-            region = frame_region(sections[name], memory.ctypes.data, count)
+        sizes = {name: count * sections[name].unit_bytes for name, count in units.items()}
+        at = 0
+        self._whole = np.zeros(sum(map(_aligned, sizes.values())), np.uint8)  # padding is zeros
+        for name, size in sizes.items():
+            memory = self._whole[at : at + size]
+            region = frame_region(sections[name], memory.ctypes.data, units[name])
             self._areas[name] = (memory, RegionPlaces(region))
+            at += _aligned(size)
+
+    def when_gone(self, told: Callable[[], object]) -> None:
+        """Have `told` hear once nobody has any of the memory: neither the landing nor what `data`
+        gave of it. It is called on the thread that lets go of it, amid anything."""
+        finalize(self._whole, told)
 
     def runs(self, piece: FramePiece) -> Runs:
         """Return where the piece goes. Raises KeyError for an artifact that is not awaited."""
@@ -61,6 +73,10 @@ class Landing:
         memory, places = self._areas[component]
         size = places.region.section.unit_bytes
         return memory.data[(first + piece.first_unit) * size : (first + piece.end_unit) * size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def frame_region(section: PayloadSection, address: int, units: int) -> Region:

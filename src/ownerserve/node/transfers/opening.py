@@ -126,9 +126,12 @@ class TransferPlace(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Raise InvalidInput for roads that are none or not installed, peers that have no such
-        address, an interface that is not here, and a digest that needs a key where there is
-        none."""
+        address, an interface that is not here, no memory to come into, and a digest that needs a
+        key where there is none."""
         digests_of(self)
+        if self.landing_bytes < 1:
+            mend = "give it some: what other workers lend comes into it"
+            raise InvalidInput("landing-memory", "is 0", mend)
         check_interface(self.interface, field="transfer-interface")
         kinds_of(self.roads)
         check_engines(self.roads, host=self.host, arena_bytes=self.arena_bytes)

@@ -36,7 +36,8 @@ class PartBring:
         """Which offer each record is brought by, once begun."""
         self.over: Future[BringOver] | None = None
         self.began_s, self.ready_ms = 0.0, 0.0
-        self.is_stopped = False
+        self.is_stopped = self.is_given_up = False
+        """Whether no more of it is brought, and that because nobody waits for who reads it."""
         self._readers: list[Future[Landing | None]] = [Future() for _ in parts]
         self._last: Landing | None = None
 

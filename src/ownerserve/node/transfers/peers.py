@@ -217,7 +217,7 @@ class Peers:
             with self._lock:
                 coming = self._next(part)
                 self._reading[key] = coming
-                is_given_up = key in self._given_up
+                coming.is_given_up = is_given_up = key in self._given_up
             if is_given_up:
                 coming.stop()
             outcome: ReadOutcome = (
@@ -226,11 +226,10 @@ class Peers:
             with self._lock:
                 if self._reading.get(key) is coming:  # not who asked for the same since
                     del self._reading[key]
-                is_given_up = key in self._given_up
-                if is_given_up:
-                    del self._given_up[key]
+                if coming.is_given_up:  # else the mark is another read's
+                    self._given_up.pop(key, None)
             is_anothers = coming.for_turn is not None and self.orders.is_over(coming.for_turn)
-            if isinstance(outcome, ReadHit) or is_given_up or not is_anothers:
+            if isinstance(outcome, ReadHit) or coming.is_given_up or not is_anothers:
                 return outcome
             if not self.has([want.id for want in part]):
                 return outcome
@@ -353,6 +352,8 @@ class Peers:
         key = tuple(wants)
         with self._lock:
             coming = self._reading.get(key)
+            if coming is not None:
+                coming.is_given_up = True
             self._given_up[key] = None
             while len(self._given_up) > GIVEN_UP_KEPT:
                 self._given_up.popitem(last=False)

@@ -349,7 +349,7 @@ class TargetSide:
         landing = self._landings.reserve(reservation, wanted, into=bring.into, now_s=now_s)
         if isinstance(landing, LandingsFull):
             log.warning(
-                "no room for what a peer lends: %d bytes are coming or held, %d of them held",
+                "no room for what a peer lends: %d bytes are coming, here or held, %d of them held",
                 landing.used_bytes, landing.held_bytes,
             )  # fmt: skip
             self._later(RoomRefused(number, part))

@@ -68,6 +68,8 @@ class TurnStates:
         for _ in range(ROUNDS):
             said = await peer.ask(source, question, within_s=ANSWER_S, nonce=NO_NONCE)
             if not isinstance(said, TokensAre):
+                if here:
+                    break  # what had come by then is here
                 return str(said.reason) if isinstance(said, Reject) else "no_answer"
             hashed = HashedPrefix(self._block)
             hashed.grow(said.tokens)

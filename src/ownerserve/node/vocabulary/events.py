@@ -308,8 +308,8 @@ class FindRecords(msgspec.Struct, frozen=True):
 
 class Fetch(msgspec.Struct, frozen=True):
     """Effect: read and verify all `wants`, or none, for the turn, by `deadline_s`. `computed` are
-    the parts of what another worker computes for it, where there are several: this one and those to
-    come, since all that it computes has one reader."""
+    the parts of what another worker computes for it: this one and those to come, since all that it
+    computes has one reader."""
 
     operation_id: OperationId
     wants: tuple[Want, ...]

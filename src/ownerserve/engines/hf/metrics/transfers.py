@@ -109,11 +109,13 @@ def _landings(numbers: LandingNumbers) -> Iterator[Metric]:
     """Yield what there is of landings."""
     used = GaugeMetricFamily(
         "ownerserve_landing_bytes",
-        "Host memory of --landing-memory into which peers' state comes: coming, or held (its bring"
-        " is over, and somebody may still write there).",
+        "Host memory of --landing-memory into which peers' state comes: coming, landed (whole, and"
+        " not copied to the device yet), or held (its bring is over, and somebody may still write"
+        " there).",
         labels=["state"],
     )
     used.add_metric(["coming"], numbers.coming_bytes)
+    used.add_metric(["landed"], numbers.landed_bytes)
     used.add_metric(["held"], numbers.held_bytes)
     yield used
     oldest = GaugeMetricFamily(

@@ -230,7 +230,19 @@ class WorkerSide:
         loading.reason = loading.reason or MissReason.CANCELLED
         if self._bringing is not None and loading.load.offers:
             for first, end in loading.batches:
-                self._bringing.peers.give_up(loading.load.wants[first:end])
+                wants = loading.load.wants[first:end]
+                if not self._is_awaited(wants):
+                    self._bringing.peers.give_up(wants)
+
+    def _is_awaited(self, wants: Sequence[Want]) -> bool:
+        """Tell whether a load that is not given up wants the same: another turn's, which begins
+        alike."""
+        return any(
+            tuple(one.load.wants[first:end]) == tuple(wants)
+            for one in self._loading.values()
+            if not one.reason
+            for first, end in one.batches
+        )
 
     def _has_news(self) -> bool:
         return bool(self._received or self._done or self._saver.has_news)
