@@ -1,7 +1,8 @@
 """Turns of a simulated worker that move amid their answers.
 
 real   `LeavingTurns`, `ComingTurns`, the scheduler's stop, release and abort
-not    the sampler and the text, of which there is none; a leg's head, which is a call
+not    the sampler and the text, of which there is none; a leg's head, which is a call; state that
+       is brought before the stop: all of it comes after it
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.transfers.turn_moves import ComingTurns, LeavingTurns, StoppedTurn
@@ -42,7 +43,7 @@ class MovingTurns:
     def __init__(self, node: MovingNode) -> None:
         self._node = node
         self.leaving = LeavingTurns(self, node.between)
-        self.coming = ComingTurns(lambda _: None)
+        self.coming = ComingTurns(lambda _: None, self)
         self.stopped: set[TurnId] = set()
         """Turns that are held while they are sent."""
 
@@ -52,6 +53,11 @@ class MovingTurns:
         if kept is None:
             return None
         return GoesOn(msgspec.json.decode(kept.state, type=TurnState), kept.source)
+
+    # -- node.transfers.turn_moves.BringsState -------------------------------------------------
+
+    async def bring(self, session_id: SessionId, source: LenderAddress, peer: object, /) -> None:
+        """Nothing is brought."""
 
     # -- node.transfers.turn_moves.StoppingEngine ----------------------------------------------
 
