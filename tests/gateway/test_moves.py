@@ -168,9 +168,9 @@ def test_what_another_hands_over_to_who_is_drained_is_asked_for_at_once(
             return world.engines.index(world.engine_of(answer))
 
         owner = await turn()
-        by = {"owner": [f"w{owner}", 0, LIFE + owner], "epoch": [[3, 77], 6]}
+        unit, epoch = [f"w{owner}", 0, LIFE + owner], [[3, 77], 6]
         for number, engine in enumerate(world.engines):
-            engine.says = said(LIFE + number, **by)
+            engine.says = said(LIFE + number, owner=unit, epoch=epoch)
         assert await turn() == owner
         world.engines[owner].refuses = (503, "no_room")
         guest = await turn()

@@ -22,7 +22,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import AskSession, Reject, Released, ReleaseSession, SessionStands
-from ownerserve.node.ownership.keeping import GUEST_S, keeps_worker
+from ownerserve.node.ownership.keeping import GUEST_S, ask_whose, keeps_worker
 from ownerserve.node.ownership.ownership import (
     Ownership,
     TurnCame,
@@ -137,3 +137,16 @@ def test_who_is_asked_for_anothers_session_asks_whether_it_still_is(
     until(lambda: guest.owner == guest.unit)
     assert isinstance(guest.stands(), SessionStands)
     assert guest.keeps_worker(3600.0) and not owner.keeps_worker(3600.0)
+
+
+def test_who_begins_to_leave_asks_whose_the_sessions_are_that_it_serves_as_a_guest(
+    owner_and_guest: tuple[Unit, Unit],
+) -> None:
+    owner, guest = owner_and_guest
+    grant = owner.ownership.standing(AGENT)
+    assert grant is not None
+    owner.ownership.release(ReleaseSession(AGENT, grant.epoch, guest.unit))
+    until(lambda: owner.owner == guest.unit)
+    assert not guest.keeps_worker(3600.0)
+    ask_whose(guest.cache.sessions, guest.ownership)
+    until(lambda: guest.keeps_worker(3600.0))
