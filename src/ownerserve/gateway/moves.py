@@ -42,6 +42,7 @@ from ownerserve.router.gap_moves import GapMove
 from ownerserve.router.hot_prefixes import PrefixCopy
 from ownerserve.router.knowledge import end_of
 from ownerserve.router.messages import Claimed, LeftToStore, ReleaseEnd, Reported, TakenOver
+from ownerserve.router.sessions import RoutedSession
 from ownerserve.router.worker import Worker
 
 LOOK_S = 0.25
@@ -50,15 +51,16 @@ AT_ONCE = 4
 RESCAN_S = 2.0
 """So long after the last look at all sessions those are tried again that stayed."""
 ELSEWHERE_S = 30.0
-"""What is another's by a worker's own word may become that worker's again, and no gateway hears."""
+"""What is another's by a worker's own word may become that worker's, by another gateway's order."""
 TAKE_S = 90.0
 """Longer than a worker tries (node/restore/coming.py)."""
 SUSPEND_S = 60.0
 """Longer than copies may take (node/retention/spills.py)."""
 
 
-_Standing = tuple[int, Epoch | None]
-"""A session's turns, and the highest epoch heard of it: what is news of where it stands."""
+_Standing = tuple[int, Epoch | None, Worker | None]
+"""A session's turns, the highest epoch heard of it, and who lives that was said to own it and has
+not given it up: what is news of where it stands."""
 
 
 class _Leaving:
@@ -77,12 +79,18 @@ class _Leaving:
         again for a while, unless there is news of it."""
         self.next_scan_s = now + RESCAN_S
         self.elsewhere = {
-            name: (known, until_s)
-            for name, (known, until_s) in self.elsewhere.items()
-            if standing.get(name) == known and until_s > now
+            name: word for name, word in self.elsewhere.items() if standing.get(name) == word[0]
         }
-        left_out = self.elsewhere.keys() | self.under_way
+        believed = {name for name, (_, until_s) in self.elsewhere.items() if until_s > now}
+        left_out = believed | self.under_way
         self.names.extend(name for name in standing if name not in left_out)
+
+    def is_elsewhere(self, name: SessionId, known: _Standing, now: float) -> None:
+        """Hear from the worker that the session is another's, which was known so when it was asked.
+        Its second word is believed: the first one has it ask the directory."""
+        before = self.elsewhere.get(name)
+        is_second = before is not None and before[0] == known
+        self.elsewhere[name] = known, now + ELSEWHERE_S if is_second else now
 
 
 class Moves:
@@ -127,7 +135,7 @@ class Moves:
     def _standing_at(self, worker: Worker) -> dict[SessionId, _Standing]:
         """Return the sessions that the worker owns, as far as is known here, the newest first."""
         return {
-            name: (session.turns, session.epoch)
+            name: _standing(session)
             for name, session in self._state.sessions.newest()
             if session.owner is worker and session.owner_life == worker.life
         }
@@ -144,13 +152,13 @@ class Moves:
             self.counts["no_target"] += 1
             return
 
-        standing = session.turns, session.epoch
+        standing = _standing(session)
 
         def ended(said: Said | str) -> None:
             leaving.under_way.discard(name)
             self.counts[_end_of(said)] += 1
             if isinstance(said, Reject) and end_of(said.reason) is ReleaseEnd.NOT_OWNER:
-                leaving.elsewhere[name] = standing, turns.now() + ELSEWHERE_S
+                leaving.is_elsewhere(name, standing, turns.now())
 
         leaving.under_way.add(name)
         if target is None:
@@ -238,6 +246,11 @@ class Moves:
         if said.epoch is not None:
             self._turns.told(Claimed(name, units[0], said.epoch, said.version))
         return said
+
+
+def _standing(session: RoutedSession) -> _Standing:
+    grant = session.grant
+    return session.turns, session.epoch, None if grant is None else grant.live_owner
 
 
 def _lends(worker: Worker) -> bool:

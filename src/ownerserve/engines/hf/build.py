@@ -42,6 +42,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.node.ownership.inventory import kinds_of
+from ownerserve.node.ownership.keeping import ask_whose
 from ownerserve.node.ownership.ownership import Ownership, Owning, Unowned
 from ownerserve.node.retention.policy import policy_of
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
@@ -106,8 +107,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class HfWorker(msgspec.Struct, frozen=True):
     """An `HfWorker` is everything that a server needs; `sizes` is for people. `prefixes` makes the
-    digests of prompts as they are read: for the answer's coverage, and for a node. `is_needed` is
-    asked between two steps, whether anything here is."""
+    digests of prompts as they are read: for the answer's coverage, and for a node. Between two
+    steps `ask_whose` has the directory asked as it begins to leave, and `is_needed` tells whether
+    anything here still is."""
 
     engine: AsyncEngine
     codec: ChatCodec
@@ -117,6 +119,7 @@ class HfWorker(msgspec.Struct, frozen=True):
     prefixes: PromptPrefixes
     ownership: Owning = msgspec.field(default_factory=Unowned)
     transfers: NodeTransfers | None = None
+    ask_whose: Callable[[], object] = bool
     is_needed: Callable[[], object] = bool
 
 
@@ -131,10 +134,8 @@ def build_worker(options: WorkerOptions) -> HfWorker:
     )
     sizes = share_memory(runner.layout, options.kv_bytes, max_running=options.max_running)
     runner.allocate(sizes.slots, sizes.state_slots)
-    order = EVICTION_POLICIES[options.evict]
-    cache = HeteroCache(
-        runner.layout, sizes.slots, sizes.state_slots, order(), least_points=sizes.least_points
-    )
+    order, least = EVICTION_POLICIES[options.evict], sizes.least_points
+    cache = HeteroCache(runner.layout, sizes.slots, sizes.state_slots, order(), least_points=least)
     cache.pressure.watermarks = options.watermarks
     limits = _limits(options, runner, sizes)
     facts = _facts(checkpoint, runner, limits)
@@ -178,8 +179,9 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         metrics.registry.register(OwnershipCollector(ownership))
         steps.own(ownership)
     engine, prefixes = AsyncEngine(steps), PromptPrefixes(facts.block_tokens)
-    owning, needed = steps.ownership, steps.is_needed
-    return HfWorker(engine, codec, facts, metrics, sizes, prefixes, owning, transfers, needed)
+    owning = steps.ownership
+    leaving = partial(ask_whose, cache.sessions, owning), steps.is_needed
+    return HfWorker(engine, codec, facts, metrics, sizes, prefixes, owning, transfers, *leaving)
 
 
 def _in_steps(options: WorkerOptions, limits: SchedulerLimits) -> WorkerOptions:

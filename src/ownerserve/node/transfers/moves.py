@@ -146,13 +146,16 @@ class LeavingSessions:
 
     def stands(self, asked: AskSession) -> SessionStands | Reject:
         """Tell where the session stands, as its last turn here left it; one that is owned here,
-        and of which nothing is left, stands at its beginning."""
+        and of which nothing is left, stands at its beginning. What is another's is refused, and the
+        directory asked whether it still is: who is asked again knows."""
         session = self._cache.sessions.get(asked.session_id)
         grant = self._engine.ownership.standing(asked.session_id)
         version = 0 if session is None else session.version
         if grant is None and not version:
             return Reject(WorkerRefusal.UNKNOWN_SESSION)
         if grant is None and self._engine.ownership.owner_of(asked.session_id) is not None:
+            # It may be ours since its turn here, and nobody has told us: the directory is asked.
+            self._engine.ownership.moved_here(asked.session_id, None)
             return Reject(WorkerRefusal.NOT_OWNER)
         tokens = self._cache.residents.tokens_of(asked.session_id)
         if len(tokens) > TOKENS_MAX_BYTES:

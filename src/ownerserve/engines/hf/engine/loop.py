@@ -92,6 +92,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.inventory import Inventory
+from ownerserve.node.ownership.keeping import keeps_worker
 from ownerserve.node.ownership.ownership import Owning, SessionLeft, TurnCame, TurnLeft, Unowned
 from ownerserve.node.ownership.taking_over import take_over
 from ownerserve.node.runtime.busy import BusyMeter
@@ -278,9 +279,10 @@ class StepLoop:
     def is_needed(self) -> bool:
         """Return whether anything here is: a turn, a lend, a session that has not gone elsewhere;
         called on the engine's thread."""
-        cache = self._cache
-        stands = any(session.version for session in cache.sessions)
-        return bool(self._live) or len(cache.lends) > 0 or stands
+        cache, now = self._cache, time.monotonic()
+        if self._live or len(cache.lends) > 0:
+            return True
+        return any(keeps_worker(session, self.ownership, now) for session in cache.sessions)
 
     def _prefill_wait_s(self) -> float | None:
         due_s = self._prefills.next_due()
