@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.kv.wire.headers import LenderAddress
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.node.transfers.turn_moves import ComingTurns, LeavingTurns, StoppedTurn
@@ -37,6 +37,13 @@ class GoesOn(msgspec.Struct, frozen=True):
     source: LenderAddress
 
 
+class Nothing:
+    """It brings nothing before a turn is stopped, as of one that has no name."""
+
+    async def bring(self, session_id: SessionId, source: LenderAddress, peer: object, /) -> None:
+        """Nothing comes."""
+
+
 class MovingTurns:
     """To `LeavingTurns` it is the engine."""
 
@@ -44,7 +51,8 @@ class MovingTurns:
         self._node = node
         self.leaving = LeavingTurns(self, node.between)
         self.states = TurnStates(node.cache, node=node.comings, on_engine=node.between)
-        self.coming = ComingTurns(lambda _: None, self.states)
+        states = self.states if node.world.brings_ahead else Nothing()
+        self.coming = ComingTurns(lambda _: None, states)
         self.stopped: set[TurnId] = set()
         """Turns that are held while they are sent."""
 

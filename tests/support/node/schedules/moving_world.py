@@ -77,6 +77,8 @@ class MovingWorld(Schedule):
 
     def __init__(self, seed: int, loop: VirtualLoop, retired: RetiredMemory) -> None:
         super().__init__(seed, loop, retired)
+        self.brings_ahead = seed % 2 == 0
+        """Whether what a turn has sealed is brought before it is stopped: by turns."""
         draw = self.draw
         self._touched: list[MovingNode] = []
         """Nodes that may own since the last look."""
