@@ -21,8 +21,6 @@ from ownerserve.transfer.control.events import WantedArtifact
 from ownerserve.transfer.layout.places import RegionPlaces
 from ownerserve.transfer.vocabulary import FramePiece, Runs
 
-ALIGN_BYTES = 64
-
 
 class Landing:
     """A `Landing` is room for some artifacts, of which the first units [0, end) are to come."""
@@ -39,19 +37,24 @@ class Landing:
             first = units.get(one.component, 0)
             units[one.component] = first + one.piece.end_unit
             self._at[one.piece.artifact] = (one.component, first, one.piece.end_unit)
-        sizes = {name: count * sections[name].unit_bytes for name, count in units.items()}
-        at = 0
-        self._whole = np.zeros(sum(map(_aligned, sizes.values())), np.uint8)  # padding is zeros
-        for name, size in sizes.items():
-            memory = self._whole[at : at + size]
-            region = frame_region(sections[name], memory.ctypes.data, units[name])
+        for name, count in units.items():
+            memory = np.zeros(count * sections[name].unit_bytes, np.uint8)  # padding is zeros
+            region = frame_region(sections[name], memory.ctypes.data, count)
             self._areas[name] = (memory, RegionPlaces(region))
-            at += _aligned(size)
 
     def when_gone(self, told: Callable[[], object]) -> None:
         """Have `told` hear once nobody has any of the memory: neither the landing nor what `data`
-        gave of it. It is called on the thread that lets go of it, amid anything."""
-        finalize(self._whole, told)
+        gave of it. It is called on the thread that lets go of it, amid anything; where several let
+        go at once, perhaps twice."""
+        left = list(self._areas)
+
+        def gone() -> None:
+            left.pop()
+            if not left:
+                told()
+
+        for memory, _ in self._areas.values():
+            finalize(memory, gone)
 
     def runs(self, piece: FramePiece) -> Runs:
         """Return where the piece goes. Raises KeyError for an artifact that is not awaited."""
@@ -73,10 +76,6 @@ class Landing:
         memory, places = self._areas[component]
         size = places.region.section.unit_bytes
         return memory.data[(first + piece.first_unit) * size : (first + piece.end_unit) * size]
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def frame_region(section: PayloadSection, address: int, units: int) -> Region:

@@ -120,7 +120,7 @@ class Landings:
         """Return what metrics say of them now; any thread may call."""
         with self._lock:
             while self._gone:
-                del self._landed[self._gone.popleft()]
+                self._landed.pop(self._gone.popleft(), None)
             landed_bytes = sum(self._landed.values())
             held = [one for one in self._reserved.values() if one.is_held]
             coming = [one for one in self._reserved.values() if not one.is_held]
