@@ -70,22 +70,22 @@ REMOVALS = (
 
 
 FIRST = {
-    "_lease_covers": 8,
+    "_lease_covers": 13,
     "_lease_end": 13,
-    "_is_stale": 0,
+    "_is_stale": 1,
     "_will_count": 0,
     "is_live": 1,
     "hand_over": 3,
-    "_let_go": 3,
-    "_stop_serving": 1,
-    "moved_here": 2,
-    "_install": 2,
+    "_let_go": 0,
+    "_stop_serving": 4,
+    "moved_here": 3,
+    "_install": 4,
     "ended": 0,
     "_make_way": 1,
-    "again": 3,
+    "again": 1,
     "stop": 3,
-    "_kept": 3,
-    "poll": 3,
+    "_kept": 1,
+    "poll": 2,
 }
 """Schedules that are known to miss a removal."""
 
