@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from result import Row, report
 from tests.support.hf.engine_rig import text
+from tests.support.metric_lines import summed
 from tests.support.waits import until
 
 PRICED = "tests.support.hf.assumed"
@@ -95,9 +96,8 @@ class Worker:
         self.url, self.name = url, url.removeprefix("http://")
 
     def metric(self, start: str) -> float:
-        """The sum of its metrics that begin so."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+        """The sum of a metric of its, which may be named with its first labels."""
+        return summed(httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text, start)
 
 
 class Client:

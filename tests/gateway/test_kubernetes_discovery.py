@@ -118,10 +118,10 @@ def test_an_expired_version_a_restart_and_a_refusal_remove_nobody(tmp_path: Path
         api.end_watches()
         until(lambda: api.watches() > watches)
         assert api.lists() == lists
-
         # 410 in a watch: it is listed anew
+        watches = api.watches()
         api.expire()
-        until(lambda: api.lists() > lists)
+        until(lambda: api.lists() > lists and api.watches() > watches)
         assert stays() == here and discovery()["failures"] == 0
 
         # the server is away, and comes back having forgotten the version

@@ -18,6 +18,7 @@ from ownerserve.gateway.admin import admin_app
 from ownerserve.gateway.config import Config
 from ownerserve.gateway.http.access import Address
 from ownerserve.gateway.service import Gateway
+from tests.support.metric_lines import summed
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +44,9 @@ async def answers(gateway: Gateway, answer: str) -> float:
     """How often the gateway counted that the directory said (or did) so."""
     transport = httpx.ASGITransport(admin_app(gateway))
     async with httpx.AsyncClient(transport=transport, base_url="http://admin") as client:
-        lines = (await client.get("/metrics")).text.splitlines()
+        text = (await client.get("/metrics")).text
     start = f'ownerserve_gateway_directory_answers_total{{answer="{answer}"}}'
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+    return summed(text, start)
 
 
 async def counted(gateway: Gateway, answer: str) -> None:

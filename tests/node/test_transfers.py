@@ -59,6 +59,7 @@ from tests.support.node.lending_nodes import (
     cells,
     wanted,
 )
+from tests.support.node.patience import be_patient
 from tests.support.store.samples import Samples
 from tests.support.waits import until
 
@@ -66,7 +67,8 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def near() -> Iterator[Node]:
+def near(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    be_patient(monkeypatch)
     node = Node("near")
     yield node
     node.close()
@@ -104,9 +106,9 @@ def test_what_one_node_holds_another_reads(near: Node, road: str) -> None:
         size = SECTIONS["dense"].unit_bytes
         whole = near.bytes_of(PeerRecord("dense", 0, 4))
         assert bytes(part.parts[0].data) == whole[size : 3 * size]
+        until(lambda: near.transfers.counts().lends == {"returned": 2}, within_s=WAIT_S)
     finally:
         far.close()
-    assert near.transfers.counts().lends == {"returned": 2}
     assert not len(near.cache.lends)
 
 

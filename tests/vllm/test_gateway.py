@@ -14,6 +14,7 @@ import pytest
 from ownerserve.kv.wire.headers import read_answer_line
 from ownerserve.kv.wire.status import read_status
 from tests.gateway.test_tenants import ACME, FILE, GLOBEX, PARTNER, written
+from tests.support.metric_lines import summed
 from tests.support.vllm import connectors, tiny
 from tests.support.vllm.installed import distribution
 from tests.support.vllm.rig import Rig
@@ -182,5 +183,4 @@ def streamed(url: str, prompt: list[int], **more: str) -> int:
 
 
 def counter(admin: str, name: str) -> float:
-    lines = httpx.get(f"{admin}/metrics", timeout=30).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+    return summed(httpx.get(f"{admin}/metrics", timeout=30).text, name)

@@ -27,6 +27,7 @@ from ownerserve.node.vocabulary.settings import NodeSettings
 from tests.support.children import importing
 from tests.support.hf.engine_rig import TOLERANCE, reference, text
 from tests.support.hf.fleet_rig import WAIT_S, ServedGateway, ServedWorker
+from tests.support.metric_lines import summed
 from tests.support.waits import until
 
 pytestmark = pytest.mark.engine
@@ -150,8 +151,7 @@ class Life:
         return any(word["tier"] == "disk" and word.get("tokens", 0) >= tokens for word in words)
 
     def metric(self, start: str) -> float:
-        lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+        return summed(self.http.get("/metrics").text, start)
 
     def advanced(self, turns: int) -> bool:
         """Whether the directory has taken so many reports of turns."""

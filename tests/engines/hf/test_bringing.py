@@ -104,7 +104,11 @@ def test_who_holds_nothing_is_frozen_or_gone_costs_time_and_no_answer(workers: A
 
 def test_what_comes_of_a_frozen_lender_is_seen_and_goes(workers: Any) -> None:
     near, far = workers("near"), workers("far", "--transfer-roads", "tcp")
-    prompt, bytes_, age = text(900, seed=3), "ownerserve_landing_bytes", "ownerserve_landing_oldest"
+    prompt, bytes_, age = (
+        text(900, seed=3),
+        "ownerserve_landing_bytes",
+        "ownerserve_landing_oldest_seconds",
+    )
     near.serve(prompt, AGENT)
     # It says what may be read, and is frozen before the other hears that.
     answers = Answers(near.rpc, b"grown", near.freeze)

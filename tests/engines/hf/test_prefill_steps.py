@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import NamedTuple
 
 import pytest
@@ -54,6 +55,9 @@ class Row(NamedTuple):
 
 
 ALWAYS = 1 << 20
+PLAYS = 5
+"""An order that was answered too late on a busy machine says nothing of a later step."""
+ORDER_LATE = {"orders: refused", "orders: late"}
 LOST = ("brings: silent", "brings: failed", "brings: gone", "brings: slow", "brings: short")
 BROUGHT = ("brings: brought",)
 LIVES = ("P killed", "P frozen", "P silent")
@@ -135,10 +139,10 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-def reaches(worker: ToyProcess, step: str) -> None:
+def reaches(worker: ToyProcess, step: str, *, unless: Callable[[], bool] = lambda: False) -> None:
     def has() -> bool:
         worker.hear()
-        return step in worker.reached
+        return step in worker.reached or unless()
 
     until(has, what=f"{worker.setting.name} comes to {step}")
 
@@ -163,7 +167,17 @@ def rests(worker: ToyProcess) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_whoever_stops_at_a_step_costs_time_and_no_answer(pair: Pair, row: Row) -> None:
+def test_whoever_stops_at_a_step_costs_time_and_no_answer(row: Row) -> None:
+    for _ in range(PLAYS):
+        with closing(Pair()) as pair:
+            told = plays(pair, row)
+        if not row.says or not ORDER_LATE & told or ORDER_LATE & set(row.says):
+            break
+    assert not row.says or told & set(row.says), told
+
+
+def plays(pair: Pair, row: Row) -> set[str]:
+    """What D says came of it, unless it is dead."""
     p, d = pair.p, pair.d
     if row.step == "look asked":  # a fetch: P has had the session's last turn
         pair.is_answered(p, pair.turn(p, BLOCKS // 2))
@@ -173,17 +187,18 @@ def test_whoever_stops_at_a_step_costs_time_and_no_answer(pair: Pair, row: Row) 
         d.tell(Know(p.address.address))
         whom = {}
     number = pair.turn(d, BLOCKS, **whom)
-    reaches(p, row.step)
+    reaches(p, row.step, unless=lambda: d.has_ended(number))
     dead = befalls(pair, row.fate, p)
     if row.fate == "D frozen":
         time.sleep(FROZEN_S)
         d.thaw()
+    told = set[str]()
     if dead is not d:
         mode = pair.is_answered(d, number)
-        assert (mode == "remote_prefill") == (row.says == BROUGHT) or not row.says, mode
         counts = d.books().counts
         told = {f"{of}: {outcome}" for of, found in counts.items() for outcome in found}
-        assert not row.says or told & set(row.says), counts
+        brought = row.says == BROUGHT and not ORDER_LATE & told
+        assert (mode == "remote_prefill") == brought or not row.says, mode
     if row.fate == "P frozen":
         p.thaw()
     if dead is not p:
@@ -195,6 +210,7 @@ def test_whoever_stops_at_a_step_costs_time_and_no_answer(pair: Pair, row: Row) 
         ends = p.books().counts
         assert ends["lends"] == {"expired": 1}, "the ticket's deadline frees what nobody reads"
         assert ends["prefills"].keys() - {"accepted"} <= {"left", "read"}, ends
+    return told
 
 
 @pytest.mark.parametrize("row", SOURCE_ROWS, ids=name_of)

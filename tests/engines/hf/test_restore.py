@@ -50,6 +50,7 @@ from tests.support.hf.engine_rig import (  # noqa: E402
     text,
     worst_error,
 )
+from tests.support.metric_lines import summed  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -99,8 +100,7 @@ def second_turn(rig: Rig, one: Answer) -> Answer:
 
 
 def metric(rig: Rig, start: str) -> float:
-    lines = rig.metrics.render().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+    return summed(rig.metrics.render().decode(), start)
 
 
 def computed(answer: Answer) -> int:

@@ -19,6 +19,7 @@ import openai
 import pytest
 
 from ownerserve.engines.hf.model.runner import ModelRunner
+from tests.support.metric_lines import summed
 from tests.support.waits import until
 
 torch = pytest.importorskip("torch")
@@ -78,8 +79,7 @@ class Served:
         return status
 
     def metric(self, name: str) -> float:
-        lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+        return summed(self.http.get("/metrics").text, name)
 
 
 @pytest.fixture(scope="module")

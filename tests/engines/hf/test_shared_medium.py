@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from tests.support.children import importing  # noqa: E402
 from tests.support.hf.engine_rig import TOLERANCE, reference, text  # noqa: E402
+from tests.support.metric_lines import summed  # noqa: E402
 from tests.support.store.servers import MooncakeCluster  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -67,9 +68,8 @@ def complete(http: httpx.Client, prompt: list[int]) -> tuple[dict[str, Any], htt
 
 def kept(http: httpx.Client) -> float:
     """Records in the store so far."""
-    lines = http.get("/metrics").text.splitlines()
     start = 'ownerserve_spill_records_total{outcome="kept"}'
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+    return summed(http.get("/metrics").text, start)
 
 
 def wait_until_kept(http: httpx.Client) -> None:

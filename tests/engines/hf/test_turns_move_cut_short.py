@@ -24,6 +24,7 @@ from tests.support.gateway.process import GatewayProcess, gateway_process  # noq
 from tests.support.hf.fleet_rig import WAIT_S  # noqa: E402
 from tests.support.hf.moving_turns import TOKENS, Read, chat  # noqa: E402
 from tests.support.hf.worker_process import WorkerProcess  # noqa: E402
+from tests.support.metric_lines import summed  # noqa: E402
 from tests.support.waits import until  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.crash]
@@ -45,8 +46,8 @@ class World:
         (self.there,) = [one for one in self.workers if one is not self.here]
 
     def metric(self, start: str) -> float:
-        lines = httpx.get(f"{self.gateway.admin_url}/metrics", timeout=WAIT_S).text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+        text = httpx.get(f"{self.gateway.admin_url}/metrics", timeout=WAIT_S).text
+        return summed(text, start)
 
 
 @pytest.fixture

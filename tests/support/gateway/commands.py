@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.support.metric_lines import summed
 from tests.support.waits import WAIT_S, until
 
 
@@ -36,5 +37,4 @@ def running(home: Path, *command: str) -> Iterator[tuple[list[str], subprocess.P
 
 def counted(url: str, start: str) -> float:
     """The sum of a process's metric."""
-    lines = httpx.get(f"{url}/metrics", timeout=WAIT_S).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+    return summed(httpx.get(f"{url}/metrics", timeout=WAIT_S).text, start)

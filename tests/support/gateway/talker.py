@@ -146,8 +146,7 @@ class Talker:
         async def event(choices: list[dict[str, Any]], **more: Any) -> None:
             said = json.dumps({**envelope, "choices": choices, **more}, ensure_ascii=False).encode()
             piece(b"data: %b\n\n" % said)
-            await writer.drain()
-            await asyncio.sleep(0)
+            await self._drained(writer)
 
         if is_chat:
             await event([{"index": 0, "delta": {"role": "assistant", "content": ""}}])
@@ -194,6 +193,15 @@ class Talker:
         writer.write(data[:-5] if self.does["torn"] else data)
         if self.does["torn"]:
             raise ConnectionError
+
+    async def _drained(self, writer: asyncio.StreamWriter) -> None:
+        """Wait until what was written may go; its client may be gone, before the turn holds."""
+        try:
+            await writer.drain()
+        except ConnectionError:
+            self.hung_up += 1
+            raise
+        await asyncio.sleep(0)
 
     async def _until_gone(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Wait for `go`; end the turn when its client is gone."""

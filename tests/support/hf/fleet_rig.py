@@ -24,6 +24,7 @@ from ownerserve.gateway.receipts import ReceiptForm
 from ownerserve.gateway.service import Gateway
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.node.rpc.server import RpcServer
+from tests.support.metric_lines import summed
 from tests.support.waits import until
 
 WAIT_S = 300.0
@@ -68,8 +69,7 @@ class ServedWorker:
         return self.worker.engine.latest.unit
 
     def metric(self, start: str) -> float:
-        lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+        return summed(self.http.get("/metrics").text, start)
 
     def close(self) -> None:
         self.http.close()

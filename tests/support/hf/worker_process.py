@@ -24,6 +24,7 @@ from ownerserve.kv.wire.status import WorkerStatus
 from ownerserve.node.rpc.server import RpcClient
 from tests.support.children import importing
 from tests.support.hf.fleet_rig import WAIT_S
+from tests.support.metric_lines import summed
 from tests.support.waits import until
 
 START_S = 600.0
@@ -73,8 +74,7 @@ class WorkerProcess:
         self.rpc = str(status.profile.rpc)
 
     def metric(self, start: str) -> float:
-        lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+        return summed(self.http.get("/metrics").text, start)
 
     def serve(self, prompt: list[int], name: SessionId | None, **line: Any) -> dict[str, Any]:
         """A turn that a gateway sends here, whoever owns its session."""

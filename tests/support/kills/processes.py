@@ -3,7 +3,6 @@ stores, a gateway. Any of them is killed and begun again at its place."""
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import httpx
 from tests.support.kills.cutting import Cuts, DirectoryWire, NodeWire, WorkerWire
 from tests.support.kills.forked import FAILED, Forked
 from tests.support.kills.wires import WAIT_S, Lane, Wires
+from tests.support.metric_lines import summed
 from tests.support.net import free_port
 from tests.support.waits import until
 
@@ -25,10 +25,8 @@ FINAL_HEADER = "x-ownerserve-session-final"
 
 
 def metric(port: int, start: str) -> float:
-    """The sum of a process's metrics that begin so."""
-    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S).text
-    found = re.findall(rf"^{re.escape(start)}\S* (\S+)$", lines, re.MULTILINE)
-    return sum(map(float, found))
+    """The sum of a metric of a process, which may be named with its first labels."""
+    return summed(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S).text, start)
 
 
 class Member:

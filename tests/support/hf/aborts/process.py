@@ -71,13 +71,17 @@ class ToyProcess:
 
     def answer(self, number: int, within_s: float = WAIT_S) -> TurnOver:
         """Wait for the end of a turn."""
-
-        def is_over() -> bool:
-            self.hear()
-            return number in self.over
-
-        until(is_over, within_s=within_s, what=f"{self.setting.name} ends turn {number}")
+        until(
+            lambda: self.has_ended(number),
+            within_s=within_s,
+            what=f"{self.setting.name} ends turn {number}",
+        )
         return self.over.pop(number)
+
+    def has_ended(self, number: int) -> bool:
+        """Whether a turn has ended whose end nobody has taken yet."""
+        self.hear()
+        return number in self.over
 
     def books(self) -> BooksAre:
         self.tell(AskBooks())
