@@ -91,7 +91,7 @@ def test_an_eviction_changes_the_next_decision() -> None:
         assert again["x-ownerserve-reason"] == "cached", "it is held: the gate goes by that"
         assert on_device(gateway) > PROMPT_TOKENS - BLOCK
         evict(home)
-        until(lambda: on_device(gateway) < PROMPT_TOKENS // 2)
+        until(lambda: on_device(gateway) == 0)
         prompt += said + text(40, seed=3)
         after, _ = turn(gateway, prompt)
         assert after["x-ownerserve-reason"] == "score", "nobody holds it any more"
