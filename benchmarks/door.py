@@ -56,6 +56,9 @@ MODULES: Mapping[str, ModuleType] = {
     "STAY_EVERY_S": admission,
     "LONGEST_GAP_S": growth,
     "GROWTH_ASSUMED_TOKENS": seats,
+    "GROWTH_ASSUMED_SHARE": seats,
+    "REFILL_MOST": seats,
+    "BUSY_LEAST": seats,
 }
 FACTORS = (0.9, 1.1)
 MOVED = (OURS, *(f"{name} x{factor}" for name in (*SETTINGS, *MODULES) for factor in FACTORS))

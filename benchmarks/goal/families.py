@@ -36,7 +36,9 @@ KV_BYTES = 72_000_000_000
 KNEE_MOST = 24
 ROOM = 1.1
 """A worker's memory in longest contexts, at least: every turn must fit somewhere."""
-LOADS = {"below": 0.75, "knee": 1.1, "above": 2.5}
+LOADS = {"below": 0.75, "knee": 1.1, "above": 2.5, "beyond": 4.0}
+ABOVE = ("above", "beyond")
+"""Loads at which five per cent more work than the best rival's is wanted, at one of them."""
 SESSIONS_LEAST = 48
 SESSIONS_A_LANE = 2
 QUICK_SESSIONS, QUICK_TOKENS, QUICK_KNEE = 12, 60_000, 6

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from goal.cells import Cell
 from goal.contenders import BELADY, BOUND, OURS, SEATS
+from goal.families import ABOVE
 from goal.paired import paired
 from ownerserve.report.page import Verdict
 from ownerserve.sim.suites.base import at
@@ -144,10 +145,10 @@ def lines(table: Table) -> list[Line]:
         best = table.best(rivals, WORK) or ""
         ratio = table.ratio(OURS, best, WORK)
         say("a: work >= the best rival's - 2 %", _above(ratio, LEAST_WORK), f"{ratio} of {best}")
-        if table.load == "above":
+        if table.load in ABOVE:
             say("a: work > the best rival's + 5 %", _above(ratio, MORE_WORK), f"{ratio} of {best}")
         for path, what in ((MEAN, "turn mean"), (SESSION, "session time")):
-            if table.load != "above":
+            if table.load not in ABOVE:
                 best = table.best(rivals, path) or ""
                 ratio = inverse(table.ratio(OURS, best, path))
                 number = f"theirs over ours {ratio}, {best}"
