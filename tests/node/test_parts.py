@@ -350,6 +350,63 @@ def test_a_client_that_hangs_up_between_two_parts_leaves_ordinary_state() -> Non
     ends(driver, blocker)
 
 
+def lent(driver: NodeDriver, first: int, blocks: int) -> tuple[int, list[int]]:
+    """A turn has left so many blocks, and a peer reads them: the ticket, and their tokens."""
+    name, tokens = TurnId(f"lent{first}"), [*range(first, first + blocks * B)]
+    turn, cache = Turn(name, None, pack(tokens)), driver.cache
+    assert isinstance(cache.begin(turn, driver.now), Begun)
+    assert cache.reserve(name, blocks * B, driver.now) == ()
+    cache.advance(name, turn.tokens, driver.now)
+    cache.finish(name, driver.now, tip=None)
+    return cache.lends.lend([turn.tokens], driver.now, idle_s=1000.0), tokens
+
+
+def test_a_turn_in_line_revokes_the_oldest_lends_that_keep_room_from_it() -> None:
+    """It waited for them to end by themselves. No lend keeps room from a turn (invariant 7)."""
+    driver = with_stored(LONG, blocks=16)
+    tickets = [lent(driver, first, blocks)[0] for first, blocks in ((50_000, 9), (60_000, 5))]
+    turn = driver.arrive([*LONG, 1], session="s0")
+    answer_next(driver)
+    lends = driver.cache.lends
+    assert [lends.stands(ticket) for ticket in tickets] == [False, True], "enough for its part"
+    driver.settle()
+    assert driver.reports[turn].outcome is RestoreOutcome.LOADED
+    assert driver.run(turn).restored == 10 * B
+    assert lends.stands(tickets[1]), "that one is in nobody's way"
+    driver.state.check()
+
+
+def test_blocks_that_wait_for_their_reader_are_a_turns_that_waits() -> None:
+    """What an aborted turn gave back is kept for who reads it layer by layer, and no longer."""
+    driver = with_stored(blocks=16)
+    blocker, lends = running(driver, blocks=14), driver.cache.lends
+    ticket = lends.lend((), driver.now, idle_s=1000.0)
+    lends.follow(ticket, blocker)
+    waits = driver.arrive(LONG, session=None)
+    driver.settle()
+    assert waits not in driver.started and lends.stands(ticket), "a turn that runs has them"
+    ends(driver, blocker)
+    driver.settle()
+    assert waits in driver.started and not lends.withheld()
+    driver.check()
+
+
+def test_no_lend_is_revoked_where_that_makes_no_room() -> None:
+    """Nor one of what the turn itself goes on from: it would have to be had again."""
+    driver = with_stored(blocks=16)
+    blocker = running(driver, blocks=11)
+    ticket, tokens = lent(driver, 50_000, 4)
+    lends, queue = driver.cache.lends, driver.state.room_queue
+    own = driver.arrive([*tokens, *range(10 * B)], session=None)
+    driver.settle()
+    assert own not in driver.started and lends.stands(ticket)
+    assert queue.next_due() == driver.now + IN_PARTS.room_wait_s, "nor is it tried again and again"
+    ends(driver, blocker)
+    driver.settle()
+    assert own in driver.started and lends.stands(ticket)
+    driver.state.check()
+
+
 def test_two_turns_of_one_session_bring_each_part_once() -> None:
     driver = with_stored(LONG, blocks=40)
     turns = [driver.arrive([*LONG, n], session=None) for n in range(2)]

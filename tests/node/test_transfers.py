@@ -33,7 +33,7 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.node.rpc.server import RpcServer
 from ownerserve.node.storage.backing import open_backing
-from ownerserve.node.transfers.frames import decode_question, encode_message
+from ownerserve.node.transfers.frames import decode_question, decode_reply, encode_message
 from ownerserve.node.transfers.lending import SessionHint
 from ownerserve.node.transfers.memory import LenderPlaces
 from ownerserve.node.transfers.opening import TransferPlace
@@ -48,6 +48,7 @@ from ownerserve.transfer.control.events import (
     WantedArtifact,
 )
 from ownerserve.transfer.control.messages import Lend, Lent, LentRank, ReaderRank
+from ownerserve.transfer.control.source import LendEnd
 from ownerserve.transfer.vocabulary import FramePiece
 from tests.support.node.lending_nodes import (
     AGENT,
@@ -348,6 +349,23 @@ def test_a_lent_prefix_is_not_used_again_while_it_is_read(near: Node) -> None:
     assert not near.lending.stands(opened.ticket)
     assert near.lending.runs(opened.ticket, pieces[0]) is None
     assert not near.lending.memory(opened.ticket)
+
+
+def test_of_a_lend_whose_room_a_turn_takes_its_lender_hears_at_once(near: Node) -> None:
+    """Its reader may be frozen, and ask nothing more."""
+    near.turn(AGENT, PROMPT)
+    cell = next(
+        id_ for id_, one in wanted(near.address).records.items() if one == PeerRecord("dense", 4, 8)
+    )
+    pieces = (FramePiece(cell, 0, 4, 0, LAYERS),)
+    lend = Lend(Nonce(1), near.unit, pieces, (ReaderRank(0, 0, 0),))
+    frame, reader = encode_message(lend), RoutingUnit(WorkerId("far"), 0, Incarnation(1))
+    asked = AskLender(frame, reader, session_id=AGENT, tokens=10 * B)
+    said = near.transfers.service.ask(asked).result(WAIT_S)
+    assert isinstance(said, LenderSays) and isinstance(decode_reply(said.frame), Lent)
+    near.between(lambda: near.cache.lends.room.revoke_for(1, time.monotonic())).result()
+    source = near.transfers.service.source
+    until(lambda: source.state.ends[LendEnd.REVOKED] == 1, what="the lend has ended")
 
 
 def test_lies_about_memory_are_refused() -> None:

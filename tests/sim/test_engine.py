@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ownerserve.kv.prefix import pack
 from ownerserve.sim.engine.batch import BatchLimits
 from tests.support.sim.engine_driver import HYBRID, EngineDriver, U, make_engine, own_ids, turn
 
@@ -89,6 +90,18 @@ def test_nobody_is_let_in_without_room_for_the_whole_prompt() -> None:
     driver.run()
     assert long.preempted == 0 and driver.engine.counts.preemptions == 0
     assert long.begun_s == pytest.approx(driver.done[0][1] / 1000.0)
+
+
+def test_a_lend_keeps_no_room_from_who_is_let_in() -> None:
+    driver = EngineDriver(make_engine(blocks=8))
+    driver.arrive(turn(1, own_ids(1), 28, 1))
+    driver.run()
+    lends = driver.engine.cache.lends
+    ticket = lends.lend([pack(own_ids(1)[:7])], driver.now, idle_s=1000.0)
+    driver.arrive(turn(2, own_ids(2), 28, 1))
+    driver.run()
+    assert [name for name, _ in driver.done] == ["t1", "t2"] and not driver.failed
+    assert not lends.stands(ticket)
 
 
 def test_what_can_never_fit_fails_and_the_next_one_runs() -> None:

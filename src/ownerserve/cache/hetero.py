@@ -324,7 +324,7 @@ class HeteroCache:
         taken: list[int] | NoRoom = short
         while isinstance(taken, NoRoom):
             moved = self.border.give_way(taken.missing)
-            if not moved and not self.lends.revoke_for(taken.missing, now):
+            if not moved and not self.lends.room.revoke_for(taken.missing, now):
                 assert not effects, "the border gave way for room that is not there"
                 return taken
             effects += moved
@@ -442,7 +442,7 @@ class HeteroCache:
         unfinished = bool(run.tail)
         taken = self._pools.take_blocks(int(unfinished))
         while isinstance(taken, NoRoom):
-            if not self.lends.revoke_for(taken.missing, now):
+            if not self.lends.room.revoke_for(taken.missing, now):
                 return taken
             taken = self._pools.take_blocks(int(unfinished))
         [state] = self._pools.states.take(1)

@@ -3,7 +3,7 @@ blocks that wait for one before they return to their pool.
 
     lend, follow ──> STANDS ── end ──────────────> over: a reader is done
                      │  ^   `─ expire ───────────> over: nobody read for `idle_s`
-                     read      revoke_for ───────> over: a turn needed what it kept
+                     read      room.revoke_for ──> over: a turn needed what it kept
 
 A ticket is a lock on a sealed path and a hold on point state there. One on a running turn follows
 it as it seals, and covers its private blocks too, for who reads them layer by layer: those that the
@@ -12,9 +12,8 @@ turn that was preempted and begins again is followed again.
 A fork adds a lock of its own, and no ticket follows it.
 
 A reader asks after each read, and what was read counts only if the ticket stood: `read` on the
-cache's thread, `stands` on any other. A lend never keeps room from a turn (invariant 7): a turn
-that finds none revokes tickets, the oldest first. Whoever runs the cache calls `expire` when
-`next_due` has come, also while it is idle.
+cache's thread, `stands` on any other. A turn that finds no room revokes tickets, the oldest first
+(lent_room). Whoever runs the cache calls `expire` when `next_due` has come, also while it is idle.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 
+from ownerserve.cache.lent_room import LentRoom
 from ownerserve.cache.pools.slot_pools import SlotPools
 from ownerserve.cache.sessions import Running
 from ownerserve.cache.tickets import LentPlaces, Ticket
@@ -51,6 +51,9 @@ class Lends:
             running,
             point_names=pools.layout.point_names,
             block_bytes=tree.block_bytes,
+        )
+        self.room = LentRoom(
+            tree, pools, self._standing, self._withheld, end=self.end, expire=self.expire
         )
         self._numbers = 0
         self._next_end_s = inf  # no ticket ends before
@@ -150,31 +153,6 @@ class Lends:
         for number in [n for n, one in self._standing.items() if one.until_s <= now]:
             self.end(number)
         self._next_end_s = min((one.until_s for one in self._standing.values()), default=inf)
-
-    def revoke_for(self, blocks: int, now: float) -> bool:
-        """End a ticket for a turn that misses so many blocks: those whose time is over, or else the
-        oldest. False, and none ends, where all of them would not make the room."""
-        standing = len(self._standing)
-        self.expire(now)
-        if len(self._standing) < standing:
-            return True
-        yielding = self._pools.most_blocks - self._pools.blocks.capacity
-        if not standing or blocks > self._kept_blocks() + yielding:
-            return False
-        self.end(next(iter(self._standing)))
-        return True
-
-    def _kept_blocks(self) -> int:
-        """Count the blocks that would be free or could be evicted if no ticket stood."""
-        tree, before = self._tree, self._tree.protected
-        locks = [lock for one in self._standing.values() for lock in one.locks]
-        places = [(lock, lock.node, lock.depth) for lock in locks]
-        for lock in locks:
-            tree.relock(lock, tree.root, 0)
-        kept = before - tree.protected
-        for lock, node, depth in places:
-            tree.relock(lock, node, depth)
-        return kept + len(self._withheld)
 
     # -- what a turn does ----------------------------------------------------------------------
 

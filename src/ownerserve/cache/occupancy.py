@@ -63,8 +63,9 @@ class Occupancy(Protocol):
         ...
 
     def obtainable_blocks(self) -> int:
-        """Count the range blocks that a turn could have now: free ones, evictable ones, and
-        those for which point slots would give way."""
+        """Count the range blocks that a turn could have while all lends stand: free ones, evictable
+        ones, and those for which point slots would give way. `LentRoom.obtainable_blocks` counts
+        those of lends too."""
         ...
 
     def shortage(self, count: int) -> Shortage:

@@ -271,7 +271,8 @@ class RoomQueue:
     passes a turn that waits, or a long prompt would wait for ever. Room is what is free or can be
     evicted, less all that the turns which came before and have not begun will still take. So one
     turn at most is brought on in less room than its whole prompt needs: the first that lacks it.
-    Behind it all wait; it needs no more at once than a part beside what it has got.
+    Behind it all wait; it needs no more at once than a part beside what it has got. Where only
+    lends keep that from it, it is let on and the oldest of them are revoked.
 
     The class owns who waits. The cache owns the room; a promise made here is a number and holds no
     slot, so that a decode that grows may take it and nothing deadlocks (invariant 7).
@@ -312,7 +313,7 @@ class RoomQueue:
         """Let the turns on that may be, in order of arrival, and return them."""
         going: list[TurnArrived] = []
         while (first := self._first()) is not None:
-            if now < first.until_s and not self._has_room(first):
+            if now < first.until_s and not self._finds_room(first, now):
                 break
             self._waiting.remove(first.event.turn_id)
             first.is_waiting = False
@@ -343,7 +344,8 @@ class RoomQueue:
         first = self._first()
         if first is None:
             return None
-        return 0.0 if self._has_room(first) else first.until_s
+        has_room = self._short_blocks(first) <= 0 or self._is_kept_by_lends(first)
+        return 0.0 if has_room else first.until_s
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -353,19 +355,43 @@ class RoomQueue:
             return None
         return next(turn for turn in self._turns.values() if turn.is_waiting)
 
-    def _has_room(self, turn: _LinedTurn) -> bool:
-        """Return whether there is room for what the turn is brought next, behind all that came
-        before it. A prompt longer than the device passes, since it never has room: the engine says
-        so."""
+    def _finds_room(self, turn: _LinedTurn, now: float) -> bool:
+        """Return whether there is room for what the turn is brought next, and revoke the oldest
+        lends where they alone keep it."""
+        short = self._short_blocks(turn)
+        if short <= 0:
+            return True
+        if not self._is_kept_by_lends(turn):
+            return False
+        occupancy = self._cache.occupancy
+        while short > 0:
+            yielding = occupancy.most_blocks - occupancy.blocks.capacity  # not short of those
+            self._cache.lends.room.revoke_for(short + yielding, now)
+            short = self._short_blocks(turn)
+        return True
+
+    def _is_kept_by_lends(self, turn: _LinedTurn) -> bool:
+        """Return whether there would be room for the turn if no lend stood."""
+        lends = self._cache.lends
+        if not len(lends):
+            return False
+        with lends.room.set_aside() as withheld:
+            return self._short_blocks(turn) <= withheld
+
+    def _short_blocks(self, turn: _LinedTurn) -> int:
+        """Count the blocks that lack beside those to be had while all lends stand, for what the
+        turn is brought next, behind all that came before it. A prompt longer than the device lacks
+        none, since it never has room: the engine says so."""
         occupancy, running, tokens = self._cache.occupancy, self._cache.running, turn.event.tokens
         if -(-len(tokens) // self._cache.layout.packed_block_bytes) > occupancy.most_blocks:
-            return True
+            return 0
         spare = occupancy.obtainable_blocks()
         for other, before in self._turns.items():
-            if before is turn or spare < 0:
+            if before is turn or spare < 0:  # short it is, and by no less
                 break
             if other not in running:
                 held = self._held_blocks(other)
                 spare -= self._walks.missing_blocks(other, before.event.tokens, held=held)
         more = self.part_blocks
-        return spare >= max(0, self._walks.missing_blocks(turn.event.turn_id, tokens, more=more))
+        missing = self._walks.missing_blocks(turn.event.turn_id, tokens, more=more)
+        return max(0, missing) - spare

@@ -19,6 +19,7 @@ from ownerserve.kv.ids import Incarnation, SessionId  # noqa: E402
 from ownerserve.kv.messages import RoutingUnit  # noqa: E402
 from ownerserve.kv.wire.headers import LenderAddress  # noqa: E402
 from tests.support.hf.engine_rig import assert_cold, text  # noqa: E402
+from tests.support.hf.fleet_rig import WAIT_S  # noqa: E402
 from tests.support.hf.worker_process import Answers, WorkerProcess  # noqa: E402
 from tests.support.waits import until  # noqa: E402
 
@@ -124,6 +125,24 @@ def test_what_comes_of_a_frozen_lender_is_seen_and_goes(workers: Any) -> None:
     assert answers.is_told.is_set() and seen_bytes > 0 and seen_s > 0
     until(lambda: not far.metric(bytes_) and not far.metric(age), what="its memory is let go of")
     assert brought(far) == 0
+
+
+def test_a_turn_that_waits_for_room_takes_it_from_a_frozen_reader(workers: Any) -> None:
+    """Its lend stood until nobody had read for 5 s, and the turn stood in line as long."""
+    near, far = workers("near", "--kv-memory", "1MiB"), workers("far", "--transfer-roads", "tcp")
+    prompt, other = text(900, seed=3), text(900, seed=4)
+    near.serve(prompt, AGENT)
+    answers = Answers(near.rpc, b"grown", far.freeze)
+    with ThreadPoolExecutor(1) as asking:
+        from_near = LenderAddress(near.unit, answers.address)
+        turn = asking.submit(far.serve, prompt, AGENT, bring_from=from_near)
+        assert answers.is_told.wait(WAIT_S)
+        assert_cold("tiny-qwen3", other, near.serve(other, SessionId("b" * 32)))
+        revoked = near.metric('ownerserve_lends_total{end="revoked"}')
+        far.thaw()
+        assert_cold("tiny-qwen3", prompt, turn.result())
+    answers.close()
+    assert revoked == 1
 
 
 def test_a_worker_without_room_for_what_comes_computes_it(workers: Any) -> None:

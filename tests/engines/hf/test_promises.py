@@ -21,6 +21,7 @@ from ownerserve.engines.hf.scheduling.step import (
     StepPlan,
 )
 from ownerserve.kv.ids import SessionId, TurnId
+from ownerserve.kv.prefix import pack
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import Reject, Release, Released, Reserve, Reserved, Seed
@@ -165,6 +166,22 @@ def test_room_is_promised_once() -> None:
     assert isinstance(bench.ask(Seed(700, output_tokens=200)), Reserved)
     bench.now += RESERVED_FOR_S
     assert isinstance(bench.ask(Seed(1000)), Reserved), "places end with their deadline"
+
+
+def test_a_lend_keeps_no_room_from_a_place() -> None:
+    """It would be revoked for the turn: to refuse that one for it is to keep room from it."""
+    bench = Bench()
+    bench.come(text(900, 1), new=1, session="s")
+    bench.run()
+    lends = bench.cache.lends
+    ticket = lends.lend([pack(text(896, 1))], bench.now, idle_s=1000.0)
+    place = bench.ask(Seed(900))
+    assert isinstance(place, Reserved) and lends.stands(ticket), "a promise takes no slot"
+    assert bench.ask(Seed(900)) == NO_ROOM, "room is promised once"
+    comes = bench.come(text(900, 2), new=1, place=place)
+    assert isinstance(comes, str)
+    bench.run()
+    assert bench.jobs[comes].began_step > 0 and not lends.stands(ticket)
 
 
 def test_running_and_queued_turns_count_with_their_whole_length() -> None:

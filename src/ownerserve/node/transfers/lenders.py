@@ -44,6 +44,12 @@ class Lenders:
         self.ranks: Callable[[], tuple[LendingRank, ...]] = tuple
         self._process = own_name()
 
+    def hear_revoked(self, hears: Callable[[int], None]) -> None:
+        """Have `hears` called, on the engine's thread, with each ticket that a turn takes the room
+        of."""
+        if self.device is not None:
+            self.device.room.revoked = hears
+
     # -- on the engine's thread ----------------------------------------------------------------
 
     def open(self, asked: OpenLend, hint: SessionHint, now: float) -> LendOpened | LendNotOpened:

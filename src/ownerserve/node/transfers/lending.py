@@ -91,6 +91,8 @@ class Lending:
         *,
         regions: Callable[[], tuple[Region, ...]],
     ) -> None:
+        self.room = cache.lends.room
+        """What lends keep from turns here, until one needs it."""
         self._cache = cache
         self._names = names
         self._chains = chains

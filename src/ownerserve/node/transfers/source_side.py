@@ -80,6 +80,7 @@ class SourceSide:
         self._open: OrderedDict[int, _Question] = OrderedDict()
         self._questions = 0
         self._timer: asyncio.TimerHandle | None = None
+        lending.hear_revoked(lambda ticket: self.tell(TicketOver(ticket)))
 
     def ask(self, asked: AskLender) -> Future[RpcAnswer]:
         """Have a peer's question answered; any thread may call."""

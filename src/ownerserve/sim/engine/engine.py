@@ -249,7 +249,7 @@ class SimEngine:
         spare = levels.blocks.free - low * levels.blocks.capacity
         most = len(self.decoding) * (steps // self._unit // self._block + 2)
         if most > spare:  # else there is room enough wherever they stand
-            steps = self._within(steps, levels.obtainable_blocks())
+            steps = self._within(steps, self.cache.lends.room.obtainable_blocks())
             steps = min(steps, self._within(steps, max(0, int(spare))) + 1)
         for pool in levels.points:
             if pool.free - len(self.decoding) < low * pool.capacity:
@@ -300,7 +300,7 @@ class SimEngine:
         if running >= self._limits.running or (self._has_preempted and running):
             return False
         starved = self._starved_room
-        return starved is None or self.cache.occupancy.obtainable_blocks() > starved
+        return starved is None or self.cache.lends.room.obtainable_blocks() > starved
 
     def _admit(self, sequence: SimSequence, budget: int, now: float) -> int:
         """Begin the queue's head and plan its first chunk; 0 when it can't begin now: only the
@@ -313,7 +313,7 @@ class SimEngine:
             if begun.reason is CacheRefusal.TOO_LONG:
                 self._give_up(sequence)
             else:
-                self._starved_room = self.cache.occupancy.obtainable_blocks()
+                self._starved_room = self.cache.lends.room.obtainable_blocks()
             return 0
         unit, restored = self._unit, begun.restored
         sequence.told, sequence.write_floor = restored, begun.write_floor
@@ -327,13 +327,13 @@ class SimEngine:
         tokens = min(budget, sequence.target - sequence.position)
         upto = -(-(sequence.position + tokens) // unit)
         units = len(turn.tokens) // TOKEN_BYTES - begun.write_floor
-        is_room = -(-units // self._block) <= self.cache.occupancy.obtainable_blocks()
+        is_room = -(-units // self._block) <= self.cache.lends.room.obtainable_blocks()
         if not is_room or isinstance(self.cache.reserve(sequence.turn_id, upto, now), NoRoom):
             self.cache.abort(sequence.turn_id, now)
             if not self.running and self._room_is_all():
                 self._give_up(sequence)
             else:
-                self._starved_room = self.cache.occupancy.obtainable_blocks()
+                self._starved_room = self.cache.lends.room.obtainable_blocks()
             return 0
         sequence.reserved = max(upto, sequence.reserved)
         if sequence.begun_s < 0.0:

@@ -292,7 +292,7 @@ class TurnAdmission:
 
     def withholds(self, blocks: int, order: int) -> bool:
         kept = self.admission.withheld_tokens(order, self._block) // self._block
-        return kept > 0 and self._cache.occupancy.obtainable_blocks() - kept < blocks
+        return kept > 0 and self._cache.lends.room.obtainable_blocks() - kept < blocks
 
     def revoke(self) -> bool:
         return self.admission.revoke()
@@ -301,7 +301,9 @@ class TurnAdmission:
 
     def _levels(self) -> Levels:
         load, limits = self._scheduler.load(), self._scheduler.limits
-        blocks = self._cache.occupancy.obtainable_blocks() - load.growth_blocks - load.queued_blocks
+        blocks = (
+            self._cache.lends.room.obtainable_blocks() - load.growth_blocks - load.queued_blocks
+        )
         return Levels(
             waiting=load.waiting,
             max_waiting=limits.max_waiting,
