@@ -44,8 +44,9 @@ from ownerserve.sim.storage.nodeport import SimNode
 from ownerserve.sim.storage.nodes import NodeMaker
 from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.timeline.links import Link
+from ownerserve.sim.transfer.network import PeerNetwork
+from ownerserve.sim.transfer.transfers import Transfers
 from ownerserve.sim.worker.host import hosts_of
-from ownerserve.sim.worker.transfers import Transfers
 from ownerserve.sim.worker.worker import Machine, SimWorker
 from ownerserve.sim.workload import WorkloadDriver
 
@@ -201,7 +202,7 @@ def _policy(setup: SimSetup, settings: Settings, parts: BaselineParts) -> Routin
 def _transfers(links: Links, heap: Heap, timeout_s: float) -> Transfers:
     gb_s = links.switch_gb_s
     switch = Link("switch", _medium(gb_s, 0.0), heap) if gb_s else None
-    return Transfers(heap, timeout_s=timeout_s, switch=switch)
+    return Transfers(PeerNetwork(heap, switch=switch), timeout_s=timeout_s)
 
 
 def _medium(gb_s: float, latency_ms: float) -> Medium:

@@ -19,7 +19,7 @@ shortened, and were found free or evictable when it began.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import ceil, sqrt
 from operator import attrgetter
 
@@ -33,6 +33,11 @@ from ownerserve.sim.engine.pace import Pace
 from ownerserve.sim.engine.sequence import SimSequence
 
 _order_of = attrgetter("order")
+
+
+def _keeps(blocks: int, now: float) -> bool:
+    """End no lend: there is none."""
+    return False
 
 
 class SimEngine:
@@ -50,6 +55,8 @@ class SimEngine:
         hooks: NodeHooks,
     ) -> None:
         self.counts = BatchCounts()
+        self.yields: Callable[[int, float], bool] = _keeps
+        """Ends a lend to a peer, where a turn misses so many blocks."""
         self.pending_tokens = 0
         self.decoding: list[SimSequence] = []
         self.cache = cache
@@ -327,8 +334,9 @@ class SimEngine:
         tokens = min(budget, sequence.target - sequence.position)
         upto = -(-(sequence.position + tokens) // unit)
         units = len(turn.tokens) // TOKEN_BYTES - begun.write_floor
-        is_room = -(-units // self._block) <= self.cache.occupancy.obtainable_blocks()
-        if not is_room or isinstance(self.cache.reserve(sequence.turn_id, upto, now), NoRoom):
+        if not self._has_room(-(-units // self._block), now) or isinstance(
+            self.cache.reserve(sequence.turn_id, upto, now), NoRoom
+        ):
             self.cache.abort(sequence.turn_id, now)
             if not self.running and self._room_is_all():
                 self._give_up(sequence)
@@ -348,6 +356,13 @@ class SimEngine:
         self.prefilling.append(sequence)
         self._chunks.append((sequence, tokens))
         return tokens
+
+    def _has_room(self, blocks: int, now: float) -> bool:
+        """Return whether a turn that begins could have so many blocks; lends give way to it."""
+        while (short := blocks - self.cache.occupancy.obtainable_blocks()) > 0:
+            if not self.yields(short, now):
+                return False
+        return True
 
     def _room_is_all(self) -> bool:
         """Return whether no room now is no room ever: nothing arrives, and nothing is lent."""
