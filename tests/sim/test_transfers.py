@@ -135,7 +135,10 @@ def pair() -> Pair:
 
 
 def at(pair: Pair, when_s: float, call: Callable[[], object]) -> None:
-    pair.heap.at(when_s, lambda now: call() and None)
+    def happens(now: float) -> None:
+        call()
+
+    pair.heap.at(when_s, happens)
 
 
 def test_what_lands_can_be_matched_when_all_of_it_is_there(pair: Pair) -> None:

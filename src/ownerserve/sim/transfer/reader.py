@@ -201,7 +201,7 @@ class SimReader:
                 self._fail(number, ReadFailure.CANCELLED, now)
             case CommitRoom(reservation):
                 room = self._by_room.pop(reservation)
-                parts = _parts(self._worker, room.room, room.hint.end)
+                parts = landed_parts(self._worker, room.room, room.hint.end)
                 self._cache.ingest.commit(reservation, parts, now)
                 self._events.append(RoomCommitted(reservation))
             case HoldRoom(reservation):
@@ -332,7 +332,7 @@ def _ask(
     lender.asked(reader, message, hint=hint, answered=back, now=now)
 
 
-def _parts(target: SimWorker, room: SlotsReserved, end: int) -> tuple[Verified, ...]:
+def landed_parts(target: SimWorker, room: SlotsReserved, end: int) -> tuple[Verified, ...]:
     """Return what came, up to unit `end`: all that room was reserved for."""
     layout = target.cache.layout
     block = layout.block_tokens

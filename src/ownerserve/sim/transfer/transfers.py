@@ -23,7 +23,14 @@ from math import inf
 
 import msgspec
 
-from ownerserve.cache.outcomes import Arrival, SlotsReserved, Writer, WriterKind
+from ownerserve.cache.outcomes import (
+    Arrival,
+    CacheRefused,
+    NoRoom,
+    SlotsReserved,
+    Writer,
+    WriterKind,
+)
 from ownerserve.kv.ids import PrefixHash, TurnId
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.sim.engine.sequence import SimSequence
@@ -294,11 +301,8 @@ class Transfers:
             nothing = TransferResult(TransferOutcome.NOTHING_TO_BRING, waited_s=wish.waited_s)
             self._heap.at(now, partial(self._over, wish, nothing))
             return
-        tokens = wish.prompt[: held * TOKEN_BYTES]
-        points = (held,) if target.point_bytes else ()
-        arrival = Arrival(tokens, prefix_name(tokens), points, _PEER, _CHAINED)
         target.settle(now)
-        room = target.cache.ingest.reserve(arrival, now)
+        room = reserve(target, wish.prompt, held, now)
         if isinstance(room, SlotsReserved):
             self._begin(wish, room, there, now=now)
         else:
@@ -306,8 +310,7 @@ class Transfers:
 
     def _begin(self, wish: _Wish, room: SlotsReserved, there: int, *, now: float) -> None:
         target, held = wish.target.worker, wish.held
-        count = round((held - room.start) * target.unit_bytes)
-        count += len(room.points) * target.point_bytes
+        count = count_bytes(target, room, held)
         cells = -(-count // self._network.piece_bytes)
         compute_ms = wish.share * target.machine.node.compute_ms(held - there, there)
         if wish.turn_id != NO_TURN:
@@ -381,6 +384,22 @@ class Transfers:
             then(result, now)
         if wish.target.worker.is_up:
             wish.target.worker.look(now)
+
+
+def reserve(
+    target: SimWorker, prompt: Packed, held: int, now: float
+) -> SlotsReserved | NoRoom | CacheRefused:
+    """Reserve room at `target` for what it lacks of the first `held` units of a prompt."""
+    tokens = prompt[: held * TOKEN_BYTES]
+    points = (held,) if target.point_bytes else ()
+    arrival = Arrival(tokens, prefix_name(tokens), points, _PEER, _CHAINED)
+    return target.cache.ingest.reserve(arrival, now)
+
+
+def count_bytes(target: SimWorker, room: SlotsReserved, held: int) -> int:
+    """Count the bytes that come into the room, up to unit `held`."""
+    ranges = round((held - room.start) * target.unit_bytes)
+    return ranges + len(room.points) * target.point_bytes
 
 
 def _who_died(wish: _Wish) -> TransferOutcome | None:
