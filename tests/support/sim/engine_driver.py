@@ -154,7 +154,12 @@ def bare_node(
     )
     store, pcie = SimStore(()), duplex("pcie", Medium(0.0, 1.0))
     return SimNode(
-        state, store, pcie, at=worker.later, started=worker.started, checkpoint=worker.checkpoint
+        state,
+        store,
+        pcie,
+        at=worker.later,
+        started=worker.started,
+        checkpoint=lambda turns: worker.machine.engine.checkpoint(turns),
     )
 
 

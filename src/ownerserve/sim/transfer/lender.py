@@ -87,10 +87,10 @@ class LendHint(NamedTuple):
         return self.bytes * end // self.cells - self.bytes * first // self.cells
 
 
-class ComingPrompt(msgspec.Struct, eq=False):
-    """A coming prompt is one that a sequence here computes for another worker; `grew` hears after
-    each step of it that `told` units are computed. Of what `lent` says, cells [0, covered) were
-    told to who reads under `ticket`."""
+class ExpectedPrompt(msgspec.Struct, eq=False):
+    """An expected prompt is one that a sequence here computes for another worker; `grew` hears
+    after each step of it that `told` units are computed. Of what `lent` says, cells [0, covered)
+    were told to who reads under `ticket`."""
 
     sequence: SimSequence
     grew: Callable[[int, float], None]
@@ -123,7 +123,7 @@ class SimLender:
         self._questions = 0
         self._tickets: set[int] = set()
         self._stored = FIRST_STORED
-        self._coming: dict[TurnId, ComingPrompt] = {}
+        self._coming: dict[TurnId, ExpectedPrompt] = {}
         self._events: deque[SourceEvent] = deque()
         self._timer: TimedCall | None = None
         worker.machine.engine.yields = self.give_way
@@ -162,7 +162,7 @@ class SimLender:
 
     def expect(self, sequence: SimSequence, grew: Callable[[int, float], None]) -> None:
         """Lend what a sequence that is submitted here computes, from now on."""
-        coming = self._coming[sequence.turn_id] = ComingPrompt(sequence, grew)
+        coming = self._coming[sequence.turn_id] = ExpectedPrompt(sequence, grew)
         self._worker.watched[sequence.turn_id] = lambda now: self._computed(coming, now)
 
     def forget(self, turn_id: TurnId, now: float) -> None:
@@ -173,7 +173,7 @@ class SimLender:
             if coming.ticket and not coming.is_over:
                 self._take(TurnOver(turn_id), now)
 
-    def _computed(self, coming: ComingPrompt, now: float) -> None:
+    def _computed(self, coming: ExpectedPrompt, now: float) -> None:
         """Tell what a step has added, and that the turn is over when it is."""
         sequence = coming.sequence
         is_done = sequence.left <= 0
@@ -191,7 +191,7 @@ class SimLender:
             coming.is_over = True
             self._worker.watched.pop(sequence.turn_id, None)
 
-    def _grown(self, coming: ComingPrompt, *, is_done: bool) -> tuple[SizedPiece, ...]:
+    def _grown(self, coming: ExpectedPrompt, *, is_done: bool) -> tuple[SizedPiece, ...]:
         """Return what is sealed and was not told, as far as the ticket covers it. The last cell has
         the point state too, and is told when the prompt is whole."""
         lent, piece, turn_id = coming.lent, coming.piece, coming.sequence.turn_id
@@ -270,7 +270,7 @@ class SimLender:
     def _open_turn(
         self,
         effect: OpenLend,
-        coming: ComingPrompt,
+        coming: ExpectedPrompt,
         hint: LendHint,
         *,
         piece: FramePiece,

@@ -15,7 +15,7 @@ class TransferOutcome(StrEnum):
     NOTHING_TO_BRING = "nothing_to_bring"
     NO_ROOM = "no_room"
     LATE = "late"
-    """It took too long: by control's own deadlines, or by the setup's."""
+    """The transfer took too long, by control's own deadlines or by the setup's."""
     GONE = "gone"
     """The source had it no more when it was asked to lend, or needed its room meanwhile."""
     SOURCE_LOST = "source_lost"

@@ -8,7 +8,7 @@ crash. Decides nothing: the cache, the node and the engine's own rules do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -240,10 +240,6 @@ class SimWorker:
     def _then_look(self, call: Call, now: float) -> None:
         call(now)
         self.look(now)
-
-    def checkpoint(self, turns: Iterable[TurnId]) -> None:
-        """Keep these turns at their next boundary, as room is short."""
-        self.machine.engine.checkpoint(turns)
 
     def crash(self, now: float) -> None:
         """Let the process die: what it ran is lost, and what its device and host memory held.
