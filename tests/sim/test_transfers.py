@@ -391,8 +391,8 @@ def test_what_is_in_host_memory_is_sent_from_there(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("layout", [PLAIN, HYBRID], ids=["plain", "hybrid"])
 def test_a_prompt_is_sent_while_it_is_computed(layout: Layout) -> None:
-    """Three steps of 16 units. The lend is opened behind the second: when the third ends, 32 are
-    there."""
+    """Three steps of 16 units. The lend is opened behind the first: when the third ends, 32 are
+    there, and 15 on their way."""
     pair = Pair(layout=layout)
     sequence = pair.compute_apart(3, 192)
     pair.heap.run()
@@ -401,7 +401,7 @@ def test_a_prompt_is_sent_while_it_is_computed(layout: Layout) -> None:
     assert (brought.landing, brought.units) == (TransferOutcome.LANDED, end)
     after_s = when_s - pair.computed_s[sequence.turn_id]
     at_once_s = ASKED_S + (brought.bytes / 64 + 1) * MS
-    assert after_s < 0.8 * at_once_s
+    assert after_s < (0.5 if layout is PLAIN else 0.9) * at_once_s
     size = end * 64 if layout is PLAIN else end * 32 + 1024
     assert brought.bytes == size == pair.transfers.bytes
     assert pair.held(3, 48) == end
@@ -413,9 +413,9 @@ def test_a_prompt_of_one_step_is_sent_behind_it(pair: Pair) -> None:
     pair.heap.run()
     [(when_s, brought)] = pair.heard
     assert brought.landing is TransferOutcome.LANDED and brought.units == 9
-    # It was ordered: nobody has to look what there is.
+    # It was asked for when its step began.
     took_s = when_s - pair.computed_s[sequence.turn_id]
-    assert took_s == pytest.approx(4 * MS + 10 * MS)
+    assert took_s == pytest.approx(3 * MS + 10 * MS)
     pair.check_nothing_is_left()
 
 
@@ -427,7 +427,7 @@ def test_a_prompt_that_is_given_up_while_it_is_read_leaves_nothing() -> None:
         pair.workers[0].give_up(sequence, pair.heap.now)
         pair.transfers.call_off(sequence.turn_id, pair.heap.now)
 
-    at(pair, 0.165, give_up)  # the lend is opened behind the second step, at 0.148
+    at(pair, 0.165, give_up)  # the lend is opened behind the first step, at 0.074
     pair.heap.run()
     assert pair.heard == [] and 0 < pair.transfers.bytes < 47 * 64
     assert not pair.held(3, 48)

@@ -24,7 +24,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
 from ownerserve.kv.wire.rpc import Nonce
 from ownerserve.sim.engine.sequence import SimSequence
-from ownerserve.sim.timeline.heap import TimedCall
+from ownerserve.sim.timeline.heap import Call, TimedCall
 from ownerserve.sim.transfer.network import PeerNetwork
 from ownerserve.sim.worker.worker import SimWorker
 from ownerserve.transfer.control.events import (
@@ -88,17 +88,18 @@ class LendHint(NamedTuple):
 
 
 class ExpectedPrompt(msgspec.Struct, eq=False):
-    """An expected prompt is one that a sequence here computes for another worker; `grew` hears
-    after each step of it that `told` units are computed. Of what `lent` says, cells [0, covered)
+    """An expected prompt is one that a sequence here computes for another worker; `began`
+    hears when its first step begins. `told` units of it are computed. Of what `lent` says, cells [0, covered)
     were told to who reads under `ticket`."""
 
     sequence: SimSequence
-    grew: Callable[[int, float], None]
+    began: Call
     lent: LendHint | None = None
     piece: FramePiece | None = None
     ticket: int = 0
     covered: int = 0
     told: int = 0
+    has_begun: bool = False
     is_over: bool = False
 
 
@@ -160,9 +161,9 @@ class SimLender:
 
     # -- a prompt that is computed for another -------------------------------------------------
 
-    def expect(self, sequence: SimSequence, grew: Callable[[int, float], None]) -> None:
+    def expect(self, sequence: SimSequence, began: Call) -> None:
         """Lend what a sequence that is submitted here computes, from now on."""
-        coming = self._coming[sequence.turn_id] = ExpectedPrompt(sequence, grew)
+        coming = self._coming[sequence.turn_id] = ExpectedPrompt(sequence, began)
         self._worker.watched[sequence.turn_id] = lambda now: self._computed(coming, now)
 
     def forget(self, turn_id: TurnId, now: float) -> None:
@@ -177,10 +178,12 @@ class SimLender:
         """Tell what a step has added, and that the turn is over when it is."""
         sequence = coming.sequence
         is_done = sequence.left <= 0
+        if not coming.has_begun and sequence.begun_s >= 0.0:
+            coming.has_begun = True
+            coming.began(now)
         if sequence.told == coming.told and not is_done:
             return  # the step was others'
         coming.told = sequence.told
-        coming.grew(sequence.told, now)
         if coming.ticket and not coming.is_over:
             pieces = self._grown(coming, is_done=is_done)
             if pieces:

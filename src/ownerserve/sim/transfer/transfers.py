@@ -9,7 +9,7 @@ another worker computes.
                        |`-- refused, or the source needed the room -> GONE
                        `--- the source died -> SOURCE_LOST, the target -> LOST
 
-    follow ── the source has computed a step of it ── room ── the same bring, which grows ── send
+    follow ── the source begins to compute it ── room ── the same bring, which grows ── send
 
 Owns who waits for room, and each worker's lender and reader. Decides nothing of a bring: control
 does (transfer.control), and whoever asked decides what follows.
@@ -82,8 +82,8 @@ class _Life(msgspec.Struct, eq=False):
 
 class _Wish(msgspec.Struct, eq=False):
     """A wish is a prompt that `target` is to have of what `source` has. `turn_id` names the turn
-    that computes it there. It may take `share` of what computing it would. `bring` is the reader's
-    number of it once it has begun."""
+    that computes it there, in `ready_ms`. It may take `share` of what computing it would. `bring`
+    is the reader's number of it once it has begun."""
 
     source: _Life
     target: _Life
@@ -91,6 +91,7 @@ class _Wish(msgspec.Struct, eq=False):
     then: Then | None
     until_s: float
     share: float
+    ready_ms: float = 0.0
     lined_s: float = 0.0
     turn_id: TurnId = NO_TURN
     held: int = 0
@@ -101,11 +102,13 @@ class _Wish(msgspec.Struct, eq=False):
 
 
 class _Part(msgspec.Struct, eq=False):
-    """A part is a prompt that is computed at `source` for a turn at `target`."""
+    """A part is a prompt that is computed at `source` for a turn at `target`. It was to be there in
+    `ready_ms` when it was ordered, by the source's word."""
 
     source: SimWorker
     target: SimWorker
     sequence: SimSequence
+    ready_ms: float
     wish: _Wish | None = None
 
 
@@ -160,9 +163,9 @@ class Transfers:
         computed; `send` is to follow when it is."""
         if not source.is_up:
             return
-        part = _Part(source, target, sequence)
+        part = _Part(source, target, sequence, _ready_ms(source))
         self._parts[sequence.turn_id] = part
-        self._life(source).lender.expect(sequence, partial(self._grew, part))
+        self._life(source).lender.expect(sequence, partial(self._began, part))
 
     def send(
         self, source: SimWorker, target: SimWorker, sequence: SimSequence, *, then: Then, now: float
@@ -271,18 +274,19 @@ class Transfers:
         else:
             self._try(wish, now, is_first=False)
 
-    def _grew(self, part: _Part, units: int, now: float) -> None:
-        """Begin to send a prompt when a step of it is computed that the target lacks."""
-        if part.wish is not None or not units or not part.target.is_up:
+    def _began(self, part: _Part, now: float) -> None:
+        """Begin to send a prompt when its first step begins: its lend is asked for in good time."""
+        if not part.target.is_up:
             return
         sequence, block = part.sequence, part.source.cache.layout.block_tokens
         end = (len(sequence.turn.prompt) // TOKEN_BYTES - 1) // block * block
         there = held_units(part.target, sequence.turn.prompt)
-        if min(units // block * block, end) <= there:
+        if end <= there:
             return
         lives = self._life(part.source), self._life(part.target)
         prompt, turn_id = sequence.turn.prompt, sequence.turn_id
-        wish = _Wish(*lives, prompt, None, inf, ORDER_SHARE, turn_id=turn_id)
+        ready_ms = part.ready_ms
+        wish = _Wish(*lives, prompt, None, inf, ORDER_SHARE, ready_ms, turn_id=turn_id)
         self._open[id(wish)] = part.wish = wish
         self._told(wish, end, now)
 
@@ -312,8 +316,9 @@ class Transfers:
         target, held = wish.target.worker, wish.held
         count = count_bytes(target, room, held)
         cells = -(-count // self._network.piece_bytes)
-        compute_ms = wish.share * target.machine.node.compute_ms(held - there, there)
+        compute_ms = target.machine.node.compute_ms(held - there, there)
         if wish.turn_id != NO_TURN:
+            compute_ms = max(compute_ms, wish.ready_ms)
             blocks = (held - room.start) // target.cache.layout.block_tokens
             cells = max(cells, min(blocks, GROWING_CELLS))
         self.count += 1
@@ -321,7 +326,7 @@ class Transfers:
             wish.source.lender,
             LendHint(wish.prompt, room.start, held, max(1, cells), count),
             room,
-            compute_ms=compute_ms,
+            compute_ms=wish.share * compute_ms,
             over=partial(self._ended, wish),
             turn_id=wish.turn_id,
         )
@@ -400,6 +405,12 @@ def count_bytes(target: SimWorker, room: SlotsReserved, held: int) -> int:
     """Count the bytes that come into the room, up to unit `held`."""
     ranges = round((held - room.start) * target.unit_bytes)
     return ranges + len(room.points) * target.point_bytes
+
+
+def _ready_ms(source: SimWorker) -> float:
+    """Return in how long the source has computed all prompts that it has, as it would say."""
+    units = source.machine.engine.pending_tokens // source.unit_tokens
+    return source.machine.node.compute_ms(units, 0) if units else 0.0
 
 
 def _who_died(wish: _Wish) -> TransferOutcome | None:

@@ -93,8 +93,8 @@ class SimWorker:
     is told how a turn may start.
 
     `restoring` are turns whose state is being brought; `lives` the machines of all its lives, the
-    present one last. In its present life `watched` hear of each step's end, by turn, and `mourners`
-    of the life's.
+    present one last. In its present life `watched` hear of each step's beginning and end, by turn,
+    and `mourners` of the life's.
     """
 
     def __init__(
@@ -289,6 +289,8 @@ class SimWorker:
         self.machine.node.look(now)  # as a serving loop does: between two steps
         took_s = engine.start(now)
         self._began_s = now
+        for told in tuple(self.watched.values()):
+            told(now)
         self._step = None if took_s is None else self.heap.at(now + took_s, self._over)
         for sequence in engine.failed():  # now that others may be submitted
             self.machine.node.handle(TurnGone(sequence.turn_id), now)
