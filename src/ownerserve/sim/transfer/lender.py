@@ -88,9 +88,9 @@ class LendHint(NamedTuple):
 
 
 class ExpectedPrompt(msgspec.Struct, eq=False):
-    """An expected prompt is one that a sequence here computes for another worker; `began`
-    hears when its first step begins. `told` units of it are computed. Of what `lent` says, cells [0, covered)
-    were told to who reads under `ticket`."""
+    """An expected prompt is one that a sequence here computes for another worker; `began` hears
+    when its first step begins. `told` units of it are computed. Of what `lent` says, cells
+    [0, covered) were told to who reads under `ticket`."""
 
     sequence: SimSequence
     began: Call
