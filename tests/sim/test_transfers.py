@@ -351,6 +351,22 @@ def test_a_reader_that_dies_leaves_a_ticket_until_nobody_has_read_for_so_long(pa
     pair.check_nothing_is_left()
 
 
+def test_a_reader_that_dies_before_it_reads_leaves_a_ticket_no_longer(pair: Pair) -> None:
+    """Whatever the lender remembers of one that it lent before."""
+    pair.bring(1, 10)
+    pair.compute(0, 2, 40)
+    pair.heap.run(until_s=1.0 + 2 * IDLE_S)
+    assert len(pair.heard) == 1
+    start_s = pair.heap.now = 20.0
+    pair.bring(2, 10)
+    at(pair, start_s + 1.5 * MS, lambda: pair.compute(0, 3, 40))  # the lend waits for its step
+    pair.heap.at(start_s + 3.5 * MS, pair.workers[1].crash)
+    pair.heap.run(until_s=start_s + 0.1)
+    assert len(pair.workers[0].cache.lends) == 1
+    pair.heap.run(until_s=start_s + 0.1 + IDLE_S)
+    pair.check_nothing_is_left()
+
+
 def test_nothing_is_brought_to_one_that_is_down(pair: Pair) -> None:
     pair.workers[1].crash(1.0)
     pair.bring(1, 10)

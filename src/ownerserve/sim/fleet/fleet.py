@@ -226,11 +226,19 @@ class SimFleet:
                 is_apart = self._apart.pop(live.running.turn_id, None) is not None
                 where = self.workers[row.prefill_worker] if is_apart else live.worker
                 where.give_up(live.running, now)
-                self._transfers.call_off(live.running.turn_id, now)
+            self._call_off(live, now)
+            if live.running is not None:
                 self._transfers.room_at(where, now)
         if not self._comes_again(turn, None, now):
             row.mode, row.reason = ExecutionMode.FAILED, UnservedReason.CLIENT_TIMEOUT
             self._close(turn, row, now)
+
+    def _call_off(self, live: LiveTurn, now: float) -> None:
+        """Bring no more for a turn, and send it no more of a prompt computed elsewhere."""
+        turn_id = live.sequence.turn_id
+        for asked in (turn_id, _part_of(turn_id)):
+            moved_bytes = self._transfers.call_off(asked, now)
+            live.row.network_bytes += moved_bytes
 
     def _comes_again(self, turn: SimTurn, retry_after_s: float | None, now: float) -> bool:
         if not self.clients.ask_again(turn, retry_after_s, now):
@@ -270,7 +278,10 @@ class SimFleet:
         elif decision.action in _BRINGING and source is not None and source is not decision.worker:
             holder = self._at(source)
             then = partial(self._brought, live)
-            self._transfers.bring(holder, live.worker, live.sequence.prompt, then=then, now=now)
+            prompt, turn_id = live.sequence.prompt, live.sequence.turn_id
+            self._transfers.bring(
+                holder, live.worker, prompt, then=then, now=now, for_turn=turn_id
+            )
         else:
             self._submit(live, now)
 
@@ -285,6 +296,7 @@ class SimFleet:
     def _brought(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
         """Go on after a transfer for this turn, which ended well or not: what landed is in the
         cache."""
+        live.row.network_bytes += brought.bytes
         if self._is_over(live):
             return
         moves = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
@@ -310,7 +322,6 @@ class SimFleet:
         row = live.row
         row.restore_queue_ms += brought.waited_s * 1000.0
         row.restore_load_ms += (now - live.decided_s - brought.waited_s) * 1000.0
-        row.network_bytes += brought.bytes
         if brought.landing is TransferOutcome.LANDED:
             live.brought_bytes = brought.bytes
 
@@ -390,6 +401,7 @@ class SimFleet:
     def _sent(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
         """Go on with what was computed elsewhere, if it has come. When it is late, or its source
         died or had it no more, it is computed here; without room the attempt is lost."""
+        live.row.network_bytes += brought.bytes
         if self._is_over(live):
             return
         if brought.landing is TransferOutcome.LOST:
@@ -408,7 +420,7 @@ class SimFleet:
         """Give up an attempt that the worker can never run, or that has died with it."""
         live = self._apart.pop(sequence.turn_id, None)
         if live is not None:
-            self._transfers.call_off(sequence.turn_id, now)
+            live.row.network_bytes += self._transfers.call_off(sequence.turn_id, now)
             where = self.workers[live.row.prefill_worker]
         else:
             found = self._live.get(sequence.turn_id)
@@ -534,5 +546,10 @@ def _prefill_of(sequence: SimSequence) -> SimSequence:
     """Return the same prompt as a sequence for a worker that only computes it."""
     turn = msgspec.structs.replace(sequence.turn, output_tokens=1, output=b"")
     part = sequence_of(turn, sequence.unit_tokens)
-    part.turn_id = TurnId(f"{sequence.turn_id}p")
+    part.turn_id = _part_of(sequence.turn_id)
     return part
+
+
+def _part_of(turn_id: TurnId) -> TurnId:
+    """Return the name of a turn's prompt, where that is computed apart."""
+    return TurnId(f"{turn_id}p")

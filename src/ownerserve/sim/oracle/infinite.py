@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 
 from ownerserve.cache.outcomes import SlotsReserved
+from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.kv.prefix import Packed
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, start_at
@@ -26,6 +27,7 @@ from ownerserve.sim.transfer.outcomes import Then, TransferOutcome, TransferResu
 from ownerserve.sim.transfer.reader import landed_parts
 from ownerserve.sim.transfer.transfers import Transfers, count_bytes, reserve
 from ownerserve.sim.worker.worker import SimWorker
+from ownerserve.transfer.control.messages import NO_TURN
 
 KV_BYTES = 1 << 52
 """More than any trace fills."""
@@ -59,7 +61,14 @@ class FreeTransfers(Transfers):
     """These transfers ask nobody and take no time: what the source has is at the target at once."""
 
     def bring(
-        self, source: SimWorker, target: SimWorker, prompt: Packed, *, then: Then, now: float
+        self,
+        source: SimWorker,
+        target: SimWorker,
+        prompt: Packed,
+        *,
+        then: Then,
+        now: float,
+        for_turn: TurnId = NO_TURN,
     ) -> None:
         """Copy what `source` has of `prompt` and `target` lacks; `then` is called later."""
         self._heap.at(now, partial(self._copy, source, target, prompt, then))

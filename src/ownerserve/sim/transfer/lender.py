@@ -22,7 +22,6 @@ from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, Packed
-from ownerserve.kv.wire.rpc import Nonce
 from ownerserve.sim.engine.sequence import SimSequence
 from ownerserve.sim.timeline.heap import Call, TimedCall
 from ownerserve.sim.transfer.network import PeerNetwork
@@ -60,6 +59,8 @@ from ownerserve.transfer.vocabulary import FramePiece
 RANKS = (LentRank(0, "link"),)
 FIRST_STORED = 1 << 40
 """Tickets of what is not on the device; the cache's numbers end long before."""
+_NEARER = (PeerAsked, LendOpened)
+"""What may bring the next deadline nearer; all else only puts off what is due."""
 _MADE = (b"modelled",)
 _ONE = (_MADE,)
 
@@ -119,7 +120,8 @@ class SimLender:
         self._machine = worker.machine
         self._lends = worker.cache.lends
         self._freed = freed
-        self._hints: dict[tuple[RoutingUnit, Nonce], LendHint] = {}
+        self._hint: LendHint | None = None
+        """What came beside the `Lend` that is being asked."""
         self._waiting: dict[int, Answered] = {}
         self._questions = 0
         self._tickets: set[int] = set()
@@ -149,8 +151,9 @@ class SimLender:
         if answered is not None:
             self._waiting[self._questions] = answered
         if hint is not None and isinstance(message, Lend):
-            self._hints[reader, message.nonce] = hint
+            self._hint = hint
         self._take(PeerAsked(self._questions, reader, message), now)
+        self._hint = None
 
     def read(self, ticket: int, now: float) -> bool:
         """Tell whether the ticket stands, so that what was read until now counts."""
@@ -226,13 +229,14 @@ class SimLender:
             for effect in self.state.handle(self._events[0], now):
                 self._perform(effect, now)
             self._events.popleft()
-        if self._timer is None or self._timer.call is None or isinstance(event, PeerAsked):
-            self._arm(now)  # all else only puts off what is due
+        if self._timer is None or self._timer.call is None or isinstance(event, _NEARER):
+            self._arm(now)
 
     def _perform(self, effect: object, now: float) -> None:
         match effect:
             case OpenLend():
-                self._worker.between_steps(lambda at_s: self._open(effect, at_s), now)
+                hint = self._hint
+                self._worker.between_steps(lambda at_s: self._open(effect, hint, at_s), now)
             case EndLend(ticket):
                 self._end(ticket, now)
             case MakeDigests(ticket, batch, pieces):
@@ -248,8 +252,7 @@ class SimLender:
                 if answered is not None:
                     answered(answer)
 
-    def _open(self, effect: OpenLend, now: float) -> None:
-        hint = self._hints.pop((effect.reader, effect.lend.nonce), None)
+    def _open(self, effect: OpenLend, hint: LendHint | None, now: float) -> None:
         refused = LendNotOpened(effect.number, LendRefusal.NOT_HELD)
         if hint is None:
             self._take(refused, now)

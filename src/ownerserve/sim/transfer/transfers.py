@@ -81,9 +81,10 @@ class _Life(msgspec.Struct, eq=False):
 
 
 class _Wish(msgspec.Struct, eq=False):
-    """A wish is a prompt that `target` is to have of what `source` has. `turn_id` names the turn
-    that computes it there, in `ready_ms`. It may take `share` of what computing it would. `bring`
-    is the reader's number of it once it has begun."""
+    """A wish is a prompt that `target` is to have of what `source` has, for the turn `for_turn`.
+    `turn_id` names the turn that computes it there, in `ready_ms`. It may take `share` of what
+    computing it would. `bring` is the reader's number of it once it has begun; `moved_bytes` have
+    crossed of which nobody was told."""
 
     source: _Life
     target: _Life
@@ -91,6 +92,8 @@ class _Wish(msgspec.Struct, eq=False):
     then: Then | None
     until_s: float
     share: float
+    for_turn: TurnId = NO_TURN
+    moved_bytes: int = 0
     ready_ms: float = 0.0
     lined_s: float = 0.0
     turn_id: TurnId = NO_TURN
@@ -124,17 +127,25 @@ class Transfers:
         self._timeout_s = timeout_s
         self._lives: dict[int, _Life] = {}
         self._open: dict[int, _Wish] = {}
+        self._asked: dict[TurnId, _Wish] = {}
         self._waiting: dict[int, deque[_Wish]] = {}
         self._parts: dict[TurnId, _Part] = {}
 
     # -- what the fleet asks -------------------------------------------------------------------
 
     def bring(
-        self, source: SimWorker, target: SimWorker, prompt: Packed, *, then: Then, now: float
+        self,
+        source: SimWorker,
+        target: SimWorker,
+        prompt: Packed,
+        *,
+        then: Then,
+        now: float,
+        for_turn: TurnId = NO_TURN,
     ) -> None:
         """Copy what `source` has of `prompt`, on the device or in host memory, and `target` lacks.
-        `then` is called later."""
-        self._ask(source, target, prompt, then=then, share=1.0, now=now)
+        `then` is called later, or when what the turn asked for is called off."""
+        self._ask(source, target, prompt, then=then, share=1.0, now=now, for_turn=for_turn)
 
     def _ask(
         self,
@@ -145,15 +156,20 @@ class Transfers:
         then: Then,
         share: float,
         now: float,
+        for_turn: TurnId,
+        moved_bytes: int = 0,
     ) -> None:
         if not target.is_up or not source.is_up:
             is_lost = not target.is_up
             died = TransferOutcome.LOST if is_lost else TransferOutcome.SOURCE_LOST
-            self._heap.at(now, partial(then, TransferResult(died)))
+            self._heap.at(now, partial(then, TransferResult(died, bytes=moved_bytes)))
             return
         lives = self._life(source), self._life(target)
-        wish = _Wish(*lives, prompt, then, now + self._timeout_s, share)
+        until_s = now + self._timeout_s
+        wish = _Wish(*lives, prompt, then, until_s, share, for_turn, moved_bytes)
         self._open[id(wish)] = wish
+        if for_turn != NO_TURN:
+            self._asked[for_turn] = wish
         self._look(wish, now)
 
     def follow(
@@ -172,28 +188,43 @@ class Transfers:
     ) -> None:
         """Have all of a prompt come that `source` has computed now; what of it is on its way goes
         on. `then` is called later."""
-        part = self._parts.get(sequence.turn_id)
+        turn_id = sequence.turn_id
+        part = self._parts.get(turn_id)
         wish = None if part is None else part.wish
         if wish is None or wish.is_over:
-            self.call_off(sequence.turn_id, now)
-            prompt = sequence.turn.prompt
-            self._ask(source, target, prompt, then=then, share=ORDER_SHARE, now=now)
+            moved_bytes = self.call_off(turn_id, now)
+            self._ask(
+                source,
+                target,
+                sequence.turn.prompt,
+                then=then,
+                share=ORDER_SHARE,
+                now=now,
+                for_turn=turn_id,
+                moved_bytes=moved_bytes,
+            )
             return
         wish.then, wish.until_s = then, now + self._timeout_s
         wish.lined_s, wish.waited_s = now, 0.0  # while it was computed nothing waited for it
         self._until(wish, wish.until_s)
 
-    def call_off(self, turn_id: TurnId, now: float) -> None:
-        """Send no more of a prompt that a sequence computed; it is no error where nothing was."""
-        part = self._parts.pop(turn_id, None)
+    def call_off(self, turn_id: TurnId, now: float) -> int:
+        """Bring no more for a turn, or of a prompt that is computed for one. Who waits for it hears
+        so now; return the bytes that crossed where nobody does. It is no error where nothing is
+        under way."""
+        asked, part = self._asked.pop(turn_id, None), self._parts.pop(turn_id, None)
+        if asked is not None:
+            self._give_up(asked, now)
         if part is None:
-            return
-        life = self._lives.get(part.source.index)
+            return 0
+        life, wish = self._lives.get(part.source.index), part.wish
         if life is not None:
             life.lender.forget(turn_id, now)
-        if part.wish is not None and not part.wish.is_over:
-            part.wish.then = None
-            self._give_up(part.wish, now)
+        if wish is None:
+            return 0
+        if not wish.is_over:
+            self._give_up(wish, now)
+        return wish.moved_bytes
 
     def room_at(self, target: SimWorker, now: float) -> None:
         """Try those who wait for room at `target`, in order, as something ended there."""
@@ -286,7 +317,7 @@ class Transfers:
         lives = self._life(part.source), self._life(part.target)
         prompt, turn_id = sequence.turn.prompt, sequence.turn_id
         ready_ms = part.ready_ms
-        wish = _Wish(*lives, prompt, None, inf, ORDER_SHARE, ready_ms, turn_id=turn_id)
+        wish = _Wish(*lives, prompt, None, inf, ORDER_SHARE, ready_ms=ready_ms, turn_id=turn_id)
         self._open[id(wish)] = part.wish = wish
         self._told(wish, end, now)
 
@@ -365,17 +396,20 @@ class Transfers:
     def _ended(self, wish: _Wish, end: BringEnd, moved_bytes: int, now: float) -> None:
         """Take what came of the bring."""
         self.bytes += moved_bytes
+        wish.moved_bytes += moved_bytes
         landing = _ENDS.get(end, TransferOutcome.LATE)
         if landing is not TransferOutcome.LANDED:
             landing = _who_died(wish) or landing
-        self._over(wish, TransferResult(landing, wish.held, moved_bytes, wish.waited_s), now)
+        self._over(wish, TransferResult(landing, wish.held, waited_s=wish.waited_s), now)
 
     def _over(self, wish: _Wish, result: TransferResult, now: float) -> None:
-        """Tell who asked, once."""
+        """Tell who asked, once, with the bytes that crossed for it."""
         if wish.is_over:
             return
         wish.is_over = True
         del self._open[id(wish)]
+        if self._asked.get(wish.for_turn) is wish:
+            del self._asked[wish.for_turn]
         if wish.timer is not None:
             wish.timer.cancel()
         waiting = self._waiting.get(wish.target.worker.index)
@@ -386,7 +420,8 @@ class Transfers:
             self._parts.pop(wish.turn_id, None)
             if wish.turn_id != NO_TURN:
                 wish.source.lender.forget(wish.turn_id, now)
-            then(result, now)
+            moved_bytes, wish.moved_bytes = wish.moved_bytes, 0
+            then(msgspec.structs.replace(result, bytes=moved_bytes), now)
         if wish.target.worker.is_up:
             wish.target.worker.look(now)
 
