@@ -327,6 +327,8 @@ class SimLender:
         return self._machine.node.stored_units(hint.prompt) >= hint.end
 
     def _arm(self, now: float) -> None:
+        if not self._tickets:
+            return  # what is remembered of former lends is forgotten when there are others
         due_s, timer = self.state.next_deadline(), self._timer
         if timer is not None and timer.call is not None:
             if timer.when_s <= due_s:

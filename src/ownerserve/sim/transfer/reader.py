@@ -106,6 +106,8 @@ class SimReader:
         self._brings: dict[int, SimBring] = {}
         self._by_room: dict[int, SimBring] = {}
         self._reads: dict[int, _Read] = {}
+        self._asked: set[int] = set()
+        """Questions on their way, or not answered yet."""
         self._met: dict[int, SimLender] = {}
         """The life of each worker that was asked last."""
         self._peers: dict[RoutingUnit, SimLender] = {}
@@ -187,7 +189,9 @@ class SimReader:
     def _perform(self, effect: object, now: float) -> None:
         match effect:
             case AskPeer(question, peer, message):
-                self._say(peer.unit, message, partial(self._answered, question), now)
+                if question not in self._asked:  # no message is lost here: once is enough
+                    self._asked.add(question)
+                    self._say(peer.unit, message, partial(self._answered, question), now)
             case TellPeer(peer, message):
                 self._say(peer.unit, message, None, now)
             case ReserveRoom(number, part):
@@ -211,6 +215,8 @@ class SimReader:
                 self._cache.ingest.quiet(reservation)
             case BringOver(number, end):
                 self._ended(self._brings.pop(number), end, now)
+                if not self._brings:
+                    self._asked.clear()  # of the dead, too
 
     def _ended(self, bring: SimBring, end: BringEnd, now: float) -> None:
         if not bring.is_room_taken:
@@ -253,6 +259,7 @@ class SimReader:
         self._network.say(here, there, asked, now)
 
     def _answered(self, question: int, answer: PeerAnswer, now: float) -> None:
+        self._asked.discard(question)
         self._take(PeerAnswered(question, answer), now)
 
     # -- reads ---------------------------------------------------------------------------------

@@ -349,7 +349,8 @@ class Transfers:
         cells = -(-count // self._network.piece_bytes)
         compute_ms = target.machine.node.compute_ms(held - there, there)
         if wish.turn_id != NO_TURN:
-            compute_ms = max(compute_ms, wish.ready_ms)
+            # As node.restore prices an order: behind all that waits at either of the two.
+            compute_ms = max(compute_ms + _ready_ms(target), wish.ready_ms)
             blocks = (held - room.start) // target.cache.layout.block_tokens
             cells = max(cells, min(blocks, GROWING_CELLS))
         self.count += 1
