@@ -279,9 +279,7 @@ class SimFleet:
             holder = self._at(source)
             then = partial(self._brought, live)
             prompt, turn_id = live.sequence.prompt, live.sequence.turn_id
-            self._transfers.bring(
-                holder, live.worker, prompt, then=then, now=now, for_turn=turn_id
-            )
+            self._transfers.bring(holder, live.worker, prompt, then=then, now=now, for_turn=turn_id)
         else:
             self._submit(live, now)
 
