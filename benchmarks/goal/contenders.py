@@ -60,6 +60,7 @@ REFERENCE = tuple(
         OURS,
         "sticky + seats 1.0",
         "lmetric_gate + seats 1.0",
+        "lmetric_gate + seats 1.5",
         *(f"ownerserve{SEATS}{share}" for share in SHARES),
         "ownerserve",
     )

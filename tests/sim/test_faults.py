@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ownerserve.cache.hetero import parts_of
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import ExecutionMode
+from ownerserve.sim.config.clients import ClientSettings
 from ownerserve.sim.config.faults import Draw, Fault, FaultKind, draw, read_faults
 from ownerserve.sim.config.setup import Links, SimSetup, Tiers
 from ownerserve.sim.fleet.fleet import SimFleet
@@ -19,7 +20,7 @@ from ownerserve.sim.metrics.rows import MODES, NO_WORKER, SERVED
 from ownerserve.sim.run import simulate
 from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.workload import Capped, WorkloadShape
-from tests.support.sim.fleet_driver import MIB, agents, ready, run, setup
+from tests.support.sim.fleet_driver import MIB, agents, all_back_at_once, ready, run, setup
 
 TRACE = agents(10, 6, seed=5, most_output=200)
 
@@ -161,6 +162,27 @@ def test_a_lost_link_delays_a_split_turn_or_has_it_computed_where_it_decodes() -
     alone = table[table["mode"] != MODES.index(ExecutionMode.REMOTE_PREFILL)]
     assert len(alone) and (alone["worker"] == 2).all()
     assert (alone["prefill_worker"] == NO_WORKER).all()
+
+
+@pytest.mark.parametrize("nic_gb_s", [12.5, 2.0])
+@pytest.mark.parametrize(
+    ("faults", "timeout_s"),
+    [("", None), ("death:w0@1+2", None), ("death:w1@5+2,death:w0@9+1", None), ("", 0.8), ("", 1.8)],
+)
+def test_each_byte_that_crosses_is_in_the_row_of_the_turn_it_crossed_for(
+    nic_gb_s: float, faults: str, timeout_s: float | None
+) -> None:
+    """Also of a prompt whose worker dies amid it, and of one whose client hangs up."""
+    wanted = setup(
+        "static_pd_delta",
+        kv_bytes=0,
+        links=Links(nic_gb_s=nic_gb_s),
+        faults=spec(faults, disks=0) if faults else (),
+        clients=ClientSettings(timeout_s=timeout_s),
+    )
+    fleet = run(ready(all_back_at_once(), wanted))
+    crossed = sum(worker.host.nic.out.moved_bytes for worker in fleet.workers)
+    assert fleet.rows.table()["network_bytes"].sum() == crossed > 0
 
 
 def test_the_directory_comes_back_empty_under_a_later_term_and_learns_again() -> None:

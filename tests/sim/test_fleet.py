@@ -99,8 +99,10 @@ def test_a_move_takes_as_long_as_its_transfer_and_not_as_the_turn_behind_it() ->
     [moved] = run(ready(TRACE, setup("ear", hot_ms=0.0, cool_s=0.0))).counters.migrations
     assert moved.completed and moved.bytes > 0
     links = setup().links
-    took_s = moved.bytes / links.nic_gb_s / 1e9 + links.nic_ms / 1e3
-    assert moved.landed_s - moved.decided_s == pytest.approx(took_s)
+    # A look, a Lend and a More go there and back, then the bytes come.
+    least_s = moved.bytes / links.nic_gb_s / 1e9 + 7 * links.nic_ms / 1e3
+    a_step_s = 0.02  # of the source, which looks and lends between two of them
+    assert least_s <= moved.landed_s - moved.decided_s < least_s + a_step_s
     assert moved.done_s > moved.landed_s
 
 

@@ -38,14 +38,15 @@ from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.fleet.told import ResidencyNews
 from ownerserve.sim.injector import Injector
 from ownerserve.sim.oracle.horizon import PARTS, Foresight, NextUse
-from ownerserve.sim.oracle.infinite import FreeTransfer
+from ownerserve.sim.oracle.infinite import FreeTransfer, FreeTransfers
 from ownerserve.sim.storage.layout import slots_for, unit_model
 from ownerserve.sim.storage.nodeport import SimNode
 from ownerserve.sim.storage.nodes import NodeMaker
 from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.timeline.links import Link
+from ownerserve.sim.transfer.network import PeerNetwork
+from ownerserve.sim.transfer.transfers import Transfers
 from ownerserve.sim.worker.host import hosts_of
-from ownerserve.sim.worker.transfers import Transfers
 from ownerserve.sim.worker.worker import Machine, SimWorker
 from ownerserve.sim.workload import WorkloadDriver
 
@@ -129,7 +130,7 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
         )
         for policy in policies
     ]
-    make_transfers = parts.transfers or partial(_transfers, setup.links)
+    make_transfers = parts.transfers or partial(_transfers, setup)
     transfers = make_transfers(heap, setup.transfer_s)
     ownership = SimOwnership(heap, delay_s=setup.directory_ms / 1000.0)
     fleet = SimFleet(
@@ -198,10 +199,11 @@ def _policy(setup: SimSetup, settings: Settings, parts: BaselineParts) -> Routin
     return parts.policy(settings) if parts.policy else make_policy(setup.policy, settings)
 
 
-def _transfers(links: Links, heap: Heap, timeout_s: float) -> Transfers:
-    gb_s = links.switch_gb_s
+def _transfers(setup: SimSetup, heap: Heap, timeout_s: float) -> Transfers:
+    gb_s = setup.links.switch_gb_s
     switch = Link("switch", _medium(gb_s, 0.0), heap) if gb_s else None
-    return Transfers(heap, timeout_s=timeout_s, switch=switch)
+    kind = FreeTransfers if setup.oracle == "infinite" else Transfers
+    return kind(PeerNetwork(heap, switch=switch), timeout_s=timeout_s)
 
 
 def _medium(gb_s: float, latency_ms: float) -> Medium:

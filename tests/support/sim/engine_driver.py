@@ -37,6 +37,7 @@ STATE = Component("state", Coverage.POINT, 1024, 1024)
 PLAIN = Layout(1, (RANGE,), 0)
 LIMITS = BatchLimits(64, 8)
 HYBRID = Layout(2, (RANGE, STATE), 0)
+CHEAP_PREFILL = Coefficients(10.0, 1.0, 0.0)
 
 
 def pace(**changes: float) -> Pace:
@@ -127,8 +128,10 @@ class EngineDriver:
             assert len(self.steps) < 10_000, "it never ends"
 
 
-def bare_node(cache: HeteroCache, worker: SimWorker) -> SimNode:
-    """The node of a worker that keeps state on its device alone."""
+def bare_node(
+    cache: HeteroCache, worker: SimWorker, prefill: Coefficients = CHEAP_PREFILL
+) -> SimNode:
+    """The node of a worker that keeps state on its device alone; `prefill` is priced in units."""
     layout = cache.layout
     identity = Identity(
         model_id="round",
@@ -145,13 +148,18 @@ def bare_node(cache: HeteroCache, worker: SimWorker) -> SimNode:
             ModelState(layers=1, block_tokens=layout.block_tokens, range_bytes_per_token=64.0),
             FULL_ABILITIES,
         ),
-        costs=CostModel(Defaults("round", Coefficients(10.0, 1.0, 0.0), {})),
+        costs=CostModel(Defaults("round", prefill, {})),
         settings=NodeSettings(below=frozenset()),
         policy=Zero(),
     )
     store, pcie = SimStore(()), duplex("pcie", Medium(0.0, 1.0))
     return SimNode(
-        state, store, pcie, at=worker.later, started=worker.started, checkpoint=worker.checkpoint
+        state,
+        store,
+        pcie,
+        at=worker.later,
+        started=worker.started,
+        checkpoint=lambda turns: worker.machine.engine.checkpoint(turns),
     )
 
 

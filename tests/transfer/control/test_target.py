@@ -43,6 +43,7 @@ from ownerserve.transfer.control.messages import (
     PublishedPiece,
     ReturnLend,
 )
+from ownerserve.transfer.control.pieces import PIECE_BYTES
 from ownerserve.transfer.control.rooms import READS_MAX
 from ownerserve.transfer.control.target import LEND_S, SILENT_S
 from ownerserve.transfer.vocabulary import (
@@ -366,6 +367,21 @@ def test_a_bring_ends_when_computing_would_be_faster() -> None:
     assert not one.of(BringOver), "0.35 s for 4 of 10"
     one.wait(0.1)
     assert one.over().end is BringEnd.SLOW
+
+
+def test_a_piece_that_could_not_be_cut_small_is_not_judged_before_it_lands() -> None:
+    one = OneTarget()
+    size = 4 * PIECE_BYTES
+    one.want((wanted(b"a", units=2, size=size),), compute_s=1.0)
+    one.open(published(b"a", 0, 1), published(b"a", 1, 2))
+    first, second = one.of(StartRead)
+    one.wait(0.45)
+    one.land(first)
+    one.wait(0.45)
+    assert not one.of(BringOver), "half of it in 0.45 s: all of it in 0.9"
+    one.wait(0.15)
+    assert one.over().end is BringEnd.SLOW
+    assert CancelRead(second.number) in one.done
 
 
 def test_a_peer_that_has_less_ends_the_bring_at_once() -> None:

@@ -54,7 +54,8 @@ from ownerserve.sim.metrics.rows import NO_WORKER, Rows, TurnRow
 from ownerserve.sim.oracle.horizon import Foresight
 from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.timeline.turns import UNIT_BYTES, SimTurn, prefix_name
-from ownerserve.sim.worker.transfers import TransferOutcome, TransferResult, Transfers
+from ownerserve.sim.transfer.outcomes import TransferOutcome, TransferResult
+from ownerserve.sim.transfer.transfers import Transfers
 from ownerserve.sim.worker.worker import SimWorker
 from ownerserve.sim.workload import WorkloadDriver
 
@@ -71,6 +72,8 @@ _BRINGING = frozenset(
         PlacementAction.TAIL_RECOMPUTE,
     }
 )
+
+_COMPUTED_HERE = (TransferOutcome.LATE, TransferOutcome.GONE, TransferOutcome.SOURCE_LOST)
 
 
 class SimFleet:
@@ -223,10 +226,19 @@ class SimFleet:
                 is_apart = self._apart.pop(live.running.turn_id, None) is not None
                 where = self.workers[row.prefill_worker] if is_apart else live.worker
                 where.give_up(live.running, now)
+            self._call_off(live, now)
+            if live.running is not None:
                 self._transfers.room_at(where, now)
         if not self._comes_again(turn, None, now):
             row.mode, row.reason = ExecutionMode.FAILED, UnservedReason.CLIENT_TIMEOUT
             self._close(turn, row, now)
+
+    def _call_off(self, live: LiveTurn, now: float) -> None:
+        """Bring no more for a turn, and send it no more of a prompt computed elsewhere."""
+        turn_id = live.sequence.turn_id
+        for asked in (turn_id, _part_of(turn_id)):
+            moved_bytes = self._transfers.call_off(asked, now)
+            live.row.network_bytes += moved_bytes
 
     def _comes_again(self, turn: SimTurn, retry_after_s: float | None, now: float) -> bool:
         if not self.clients.ask_again(turn, retry_after_s, now):
@@ -262,10 +274,12 @@ class SimFleet:
             self._apart[part.turn_id] = live
             live.running = part
             prefiller.submit(part, now)
+            self._transfers.follow(prefiller, live.worker, part, now)
         elif decision.action in _BRINGING and source is not None and source is not decision.worker:
             holder = self._at(source)
             then = partial(self._brought, live)
-            self._transfers.bring(holder, live.worker, live.sequence.prompt, then=then, now=now)
+            prompt, turn_id = live.sequence.prompt, live.sequence.turn_id
+            self._transfers.bring(holder, live.worker, prompt, then=then, now=now, for_turn=turn_id)
         else:
             self._submit(live, now)
 
@@ -280,6 +294,7 @@ class SimFleet:
     def _brought(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
         """Go on after a transfer for this turn, which ended well or not: what landed is in the
         cache."""
+        live.row.network_bytes += brought.bytes
         if self._is_over(live):
             return
         moves = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
@@ -305,7 +320,6 @@ class SimFleet:
         row = live.row
         row.restore_queue_ms += brought.waited_s * 1000.0
         row.restore_load_ms += (now - live.decided_s - brought.waited_s) * 1000.0
-        row.network_bytes += brought.bytes
         if brought.landing is TransferOutcome.LANDED:
             live.brought_bytes = brought.bytes
 
@@ -379,12 +393,13 @@ class SimFleet:
         live.sequence.landed_tokens = live.turn.prompt_tokens
         live.mode = ExecutionMode.REMOTE_PREFILL
         then = partial(self._sent, live)
-        self._transfers.bring(prefiller, live.worker, live.sequence.prompt, then=then, now=now)
+        self._transfers.send(prefiller, live.worker, part, then=then, now=now)
         self._transfers.room_at(prefiller, now)
 
     def _sent(self, live: LiveTurn, brought: TransferResult, now: float) -> None:
-        """Go on with what was computed elsewhere, if it has come. When it is late or its source
-        died it is computed here; without room the attempt is lost."""
+        """Go on with what was computed elsewhere, if it has come. When it is late, or its source
+        died or had it no more, it is computed here; without room the attempt is lost."""
+        live.row.network_bytes += brought.bytes
         if self._is_over(live):
             return
         if brought.landing is TransferOutcome.LOST:
@@ -394,7 +409,7 @@ class SimFleet:
             self._lost(live, now, reason=UnservedReason.NO_ROOM)
             return
         self._waited(live, brought, now)
-        if brought.landing in (TransferOutcome.LATE, TransferOutcome.SOURCE_LOST):
+        if brought.landing in _COMPUTED_HERE:
             live.sequence.landed_tokens, live.mode = 0, None
             live.row.prefill_worker = NO_WORKER
         self._submit(live, now)
@@ -403,6 +418,7 @@ class SimFleet:
         """Give up an attempt that the worker can never run, or that has died with it."""
         live = self._apart.pop(sequence.turn_id, None)
         if live is not None:
+            live.row.network_bytes += self._transfers.call_off(sequence.turn_id, now)
             where = self.workers[live.row.prefill_worker]
         else:
             found = self._live.get(sequence.turn_id)
@@ -504,6 +520,7 @@ class SimFleet:
             gateway.router.check()
         for worker in self.workers:
             worker.check()
+        self._transfers.check()
         self.ownership.check(self._heap.now)
 
 
@@ -527,5 +544,10 @@ def _prefill_of(sequence: SimSequence) -> SimSequence:
     """Return the same prompt as a sequence for a worker that only computes it."""
     turn = msgspec.structs.replace(sequence.turn, output_tokens=1, output=b"")
     part = sequence_of(turn, sequence.unit_tokens)
-    part.turn_id = TurnId(f"{sequence.turn_id}p")
+    part.turn_id = _part_of(sequence.turn_id)
     return part
+
+
+def _part_of(turn_id: TurnId) -> TurnId:
+    """Return the name of a turn's prompt, where that is computed apart."""
+    return TurnId(f"{turn_id}p")

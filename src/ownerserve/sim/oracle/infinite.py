@@ -9,14 +9,25 @@ still wait less: a bound on state handling, not on scheduling.
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
+from ownerserve.cache.outcomes import SlotsReserved
+from ownerserve.kv.ids import TurnId
 from ownerserve.kv.messages import PlacementAction
+from ownerserve.kv.prefix import Packed
 from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest, start_at
 from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.base import ANY_WORKER
 from ownerserve.router.pricing import peer_copy
 from ownerserve.sim.config.setup import SimSetup
+from ownerserve.sim.transfer.lender import held_units
+from ownerserve.sim.transfer.outcomes import Then, TransferOutcome, TransferResult
+from ownerserve.sim.transfer.reader import landed_parts
+from ownerserve.sim.transfer.transfers import Transfers, count_bytes, reserve
+from ownerserve.sim.worker.worker import SimWorker
+from ownerserve.transfer.control.messages import NO_TURN
 
 KV_BYTES = 1 << 52
 """More than any trace fills."""
@@ -44,6 +55,49 @@ class FreeTransfer:
             source=source,
             moved_tokens=tokens - held,
         )
+
+
+class FreeTransfers(Transfers):
+    """These transfers ask nobody and take no time: what the source has is at the target at once."""
+
+    def bring(
+        self,
+        source: SimWorker,
+        target: SimWorker,
+        prompt: Packed,
+        *,
+        then: Then,
+        now: float,
+        for_turn: TurnId = NO_TURN,
+    ) -> None:
+        """Copy what `source` has of `prompt` and `target` lacks; `then` is called later."""
+        self._heap.at(now, partial(self._copy, source, target, prompt, then))
+
+    def _copy(
+        self, source: SimWorker, target: SimWorker, prompt: Packed, then: Then, now: float
+    ) -> None:
+        then(self._copied(source, target, prompt, now), now)
+        target.look(now)
+
+    def _copied(
+        self, source: SimWorker, target: SimWorker, prompt: Packed, now: float
+    ) -> TransferResult:
+        if not target.is_up:
+            return TransferResult(TransferOutcome.LOST)
+        if not source.is_up:
+            return TransferResult(TransferOutcome.SOURCE_LOST)
+        held = held_units(source, prompt)
+        if held <= held_units(target, prompt):
+            return TransferResult(TransferOutcome.NOTHING_TO_BRING)
+        target.settle(now)
+        room = reserve(target, prompt, held, now)
+        if not isinstance(room, SlotsReserved):
+            return TransferResult(TransferOutcome.NO_ROOM)
+        target.cache.ingest.commit(room.ticket, landed_parts(target, room, held), now)
+        count = count_bytes(target, room, held)
+        self.count += 1
+        self.bytes += count
+        return TransferResult(TransferOutcome.LANDED, held, count)
 
 
 def infinite(setup: SimSetup) -> SimSetup:

@@ -198,6 +198,10 @@ class SimNode:
             return 0
         return held_units(self.state.names, self.state.chains.peek(prompt), self.store)
 
+    def compute_ms(self, units: int, known: int) -> float:
+        """Return what computing so many units behind `known` ones takes, by this node's prices."""
+        return self.state.costs.prefill(units, known).ms
+
     def look(self, now: float) -> None:
         """See that a tick comes when one is due; the cache's owner calls this when it took or gave
         room.

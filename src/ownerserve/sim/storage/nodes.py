@@ -53,7 +53,6 @@ class NodeMaker:
 
         In a fleet without tiers the node stands over a store that is always empty.
         """
-        engine = worker.checkpoint
         store = SimStore(self._tiers(worker), nic=worker.host.nic)
         pcie = worker.host.memory_link or duplex(
             f"{worker.name} pcie", Medium(PCIE_MS, self._setup.links.pcie_gb_s * 1e6)
@@ -67,7 +66,14 @@ class NodeMaker:
             policy=self._setup.tiers.checkpoints,
             abilities=self._setup.granted.planner,
         )
-        node = kind(state, store, pcie, at=worker.later, started=worker.started, checkpoint=engine)
+        node = kind(
+            state,
+            store,
+            pcie,
+            at=worker.later,
+            started=worker.started,
+            checkpoint=lambda turns: worker.machine.engine.checkpoint(turns),
+        )
         if worker.index in self.disks:
             node.goes_on(self._files.setdefault(worker.index, {}), worker.heap.now)
         return node

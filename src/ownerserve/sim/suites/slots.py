@@ -33,11 +33,14 @@ from ownerserve.router.decision import (
 from ownerserve.router.fleet import Candidates
 from ownerserve.router.policies.apart import NEEDS, prefillers
 from ownerserve.router.worker import Worker
+from ownerserve.sim.engine.sequence import SimSequence
 from ownerserve.sim.storage.nodeport import At, SimNode, Started, ToCheckpoint
 from ownerserve.sim.storage.store import SimStore
 from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.timeline.links import Ways
-from ownerserve.sim.worker.transfers import Then, TransferResult, Transfers
+from ownerserve.sim.transfer.network import PeerNetwork
+from ownerserve.sim.transfer.outcomes import Then, TransferResult
+from ownerserve.sim.transfer.transfers import Transfers
 from ownerserve.sim.worker.worker import SimWorker
 
 ANSWER_BLOCKS = 8
@@ -138,57 +141,70 @@ Backup = Literal["keep", "release-after-transfer"]
 
 class PdTransfers(Transfers):
     """These transfers run at most `in_flight` at once (0: no limit); the source's copy is kept, or
-    released."""
+    released. A prompt is sent when all of it is computed."""
 
     def __init__(self, heap: Heap, *, timeout_s: float, in_flight: int, backup: Backup) -> None:
-        super().__init__(heap, timeout_s=timeout_s)
+        super().__init__(PeerNetwork(heap), timeout_s=timeout_s)
         self._limit = in_flight
         self._backup = backup
-        self._open = 0
-        self._queued: deque[tuple[SimWorker, SimWorker, Packed, Then, float]] = deque()
+        self._sending = 0
+        self._queued: deque[tuple[SimWorker, SimWorker, SimSequence, Then, float]] = deque()
         self._clock = heap
 
-    def bring(
-        self, source: SimWorker, target: SimWorker, prompt: Packed, *, then: Then, now: float
+    def follow(
+        self, source: SimWorker, target: SimWorker, sequence: SimSequence, now: float
     ) -> None:
-        """Bring state as the base does, after waiting for a free slot."""
-        if self._limit and self._open >= self._limit:
-            self._queued.append((source, target, prompt, then, now))
-            return
-        self._begin(source, target, prompt, then=then, asked_s=now, now=now)
+        """Send nothing yet: as the seed has it, a prompt goes as a whole."""
 
-    def _begin(
+    def send(
+        self, source: SimWorker, target: SimWorker, sequence: SimSequence, *, then: Then, now: float
+    ) -> None:
+        """Have a computed prompt come as the base does, after waiting for a free slot."""
+        if self._limit and self._sending >= self._limit:
+            self._queued.append((source, target, sequence, then, now))
+            return
+        self._send_now(source, target, sequence, then=then, asked_s=now, now=now)
+
+    def _send_now(
         self,
         source: SimWorker,
         target: SimWorker,
-        prompt: Packed,
+        sequence: SimSequence,
         *,
         then: Then,
         asked_s: float,
         now: float,
     ) -> None:
-        self._open += 1
-        over = partial(self._over, source, prompt, then, now - asked_s)
-        super().bring(source, target, prompt, then=over, now=now)
+        self._sending += 1
+        sent = partial(self._sent, source, target, sequence.turn.prompt, then, now - asked_s)
+        super().send(source, target, sequence, then=sent, now=now)
 
-    def _over(
+    def _sent(
         self,
         source: SimWorker,
+        target: SimWorker,
         prompt: Packed,
         then: Then,
         queued_s: float,
         brought: TransferResult,
         now: float,
     ) -> None:
-        self._open -= 1
+        self._sending -= 1
         if self._backup == "release-after-transfer":
-            _forget(source.cache, prompt)
+            # Told behind the return of the lend, which keeps all of it.
+            forget = partial(_forget_at, source.cache, prompt)
+            self._network.say(target.host, source.host, forget, now)
         waited_s = brought.waited_s + queued_s
         then(msgspec.structs.replace(brought, waited_s=waited_s), now)
         if self._queued:
-            source, target, prompt, then, asked_s = self._queued.popleft()
-            begin = partial(self._begin, source, target, prompt, then=then, asked_s=asked_s)
+            source, target, sequence, then, asked_s = self._queued.popleft()
+            begin = partial(self._send_now, source, target, sequence, then=then, asked_s=asked_s)
             self._clock.at(now, lambda at_s: begin(now=at_s))
+
+
+def _forget_at(cache: HeteroCache, prompt: Packed, now: float) -> None:
+    """Forget the prompt at an instant of the heap's."""
+    _forget(cache, prompt)
 
 
 def _forget(cache: HeteroCache, prompt: Packed) -> None:

@@ -8,7 +8,7 @@ crash. Decides nothing: the cache, the node and the engine's own rules do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -54,6 +54,9 @@ class WorkerNode(Protocol):
     def stored_units(self, prompt: Packed) -> int:
         """Return how much of a prompt, in units, lies in host memory, ready to be sent."""
 
+    def compute_ms(self, units: int, known: int) -> float:
+        """Return what computing so many units behind `known` ones takes here, as priced now."""
+
     def die(self) -> None:
         """End this life: the process is gone, and what it had in memory."""
 
@@ -90,7 +93,8 @@ class SimWorker:
     is told how a turn may start.
 
     `restoring` are turns whose state is being brought; `lives` the machines of all its lives, the
-    present one last.
+    present one last. In its present life `watched` hear of each step's beginning and end, by turn,
+    and `mourners` of the life's.
     """
 
     def __init__(
@@ -115,6 +119,10 @@ class SimWorker:
         self._make = make
         self._listener = listener
         self.restoring: dict[TurnId, SimSequence] = {}
+        self.watched: dict[TurnId, Call] = {}
+        self.mourners: list[Call] = []
+        self._between: list[Call] = []
+        """Calls that wait for the end of the step under way."""
         self._leaving: dict[TurnId, SimSequence] = {}
         """Turns that are given up when the step under way ends."""
         self._began_s = 0.0
@@ -212,6 +220,14 @@ class SimWorker:
                 self._step.cancel()
                 self._step = self.heap.at(max(now, self._began_s + took_s), self._over)
 
+    def between_steps(self, call: Call, now: float) -> None:
+        """Have `call` made on the engine's thread: when the step under way ends, or at once."""
+        if self._step is None:
+            call(now)
+        else:
+            self._between.append(call)
+            self.settle(now)
+
     def look(self, now: float) -> None:
         """Try an idle engine's queue again, as room may have come free."""
         if self._step is None and self.machine.engine.waiting:
@@ -225,10 +241,6 @@ class SimWorker:
         call(now)
         self.look(now)
 
-    def checkpoint(self, turns: Iterable[TurnId]) -> None:
-        """Keep these turns at their next boundary, as room is short."""
-        self.machine.engine.checkpoint(turns)
-
     def crash(self, now: float) -> None:
         """Let the process die: what it ran is lost, and what its device and host memory held.
 
@@ -238,6 +250,11 @@ class SimWorker:
             self._step.cancel()
             self._step = None
         self.is_up = False
+        self.watched.clear()
+        self._between.clear()
+        mourners, self.mourners = self.mourners, []
+        for told in mourners:
+            told(now)
         engine, waiting = self.machine.engine, self.restoring
         self.machine.node.die()
         lost, self.restoring = [*waiting.values(), *engine.everyone()], {}
@@ -265,9 +282,15 @@ class SimWorker:
 
     def _start(self, now: float) -> None:
         engine = self.machine.engine
+        if self._between:
+            calls, self._between = self._between, []
+            for call in calls:
+                call(now)
         self.machine.node.look(now)  # as a serving loop does: between two steps
         took_s = engine.start(now)
         self._began_s = now
+        for told in tuple(self.watched.values()):
+            told(now)
         self._step = None if took_s is None else self.heap.at(now + took_s, self._over)
         for sequence in engine.failed():  # now that others may be submitted
             self.machine.node.handle(TurnGone(sequence.turn_id), now)
@@ -276,6 +299,8 @@ class SimWorker:
     def _over(self, now: float) -> None:
         machine = self.machine  # the same to the end: nobody is killed by what it says
         ended = machine.engine.end(now)
+        for told in tuple(self.watched.values()):
+            told(now)
         for sequence in ended.began:
             if sequence.turn_id not in self._leaving:
                 self._listener.began(sequence, now)

@@ -130,10 +130,13 @@ class OpenBring(msgspec.Struct, eq=False):
             rest / rate = rest * elapsed / landed  >  compute * rest / all
             so it goes on while  elapsed <= compute * landed / all
 
-        Before anything has landed there is no rate, and it may take what computing would.
+        Before anything has landed there is no rate, and it may take what computing would. Of a
+        large piece nothing is heard before it has landed: while it is read, it counts as if it had.
         """
         compute_s = self.wanted.compute_ms / 1000
         if not self.landed_bytes:
             return self.begun_s + compute_s
-        share = max(self.landed_bytes / self.wanted_bytes, SLOW_FIRST_SHARE)
+        large_bytes = 0 if self.room is None else self.room.large_bytes
+        landed_bytes = self.landed_bytes + large_bytes
+        share = max(landed_bytes / self.wanted_bytes, SLOW_FIRST_SHARE)
         return self.reading_s + compute_s * share

@@ -43,6 +43,7 @@ from ownerserve.transfer.control.events import (
     TargetEffect,
 )
 from ownerserve.transfer.control.messages import LentRank
+from ownerserve.transfer.control.pieces import PIECE_BYTES
 from ownerserve.transfer.vocabulary import (
     Ended,
     FramePiece,
@@ -78,10 +79,16 @@ class PieceTask(msgspec.Struct, eq=False):
     bytes: int
     attempts: int = 0
 
+    @property
+    def large_bytes(self) -> int:
+        """Return its bytes where they are more than a piece is cut to, else 0."""
+        return self.bytes if self.bytes > PIECE_BYTES else 0
+
 
 class PartRoom(msgspec.Struct, eq=False):
     """A `PartRoom` is the slots of one part of the bring `number`. `reading` are its reads that
-    have not ended, of `reading_bytes`; `writers` those that may write into the slots now.
+    have not ended, of `reading_bytes`, with `large_bytes` in pieces that could not be cut to
+    PIECE_BYTES; `writers` those that may write into the slots now.
 
     `landed_at` is the last question that was asked before a read landed that nobody signed; None:
     nothing is left to ask for.
@@ -93,6 +100,7 @@ class PartRoom(msgspec.Struct, eq=False):
     reservation: int = 0
     reading: set[int] = set()
     reading_bytes: int = 0
+    large_bytes: int = 0
     writers: set[int] = set()
     landed_at: int | None = None
     held_s: float = inf
@@ -216,6 +224,7 @@ class BringRooms:
         room.state = RoomState.READING
         room.reading.add(self._numbers)
         room.reading_bytes += task.bytes
+        room.large_bytes += task.large_bytes
         if reading.goal is ReadGoal.BLOCKS:
             self._writes(room, self._numbers)
         return StartRead(
@@ -251,6 +260,7 @@ class BringRooms:
         room = reading.room
         room.reading.remove(ended.number)
         room.reading_bytes -= reading.task.bytes
+        room.large_bytes -= reading.task.large_bytes
         match ended:
             case ReadLanded(number) if reading.goal is ReadGoal.ARENA and room.is_open:
                 reading.phase = ReadPhase.COPYING

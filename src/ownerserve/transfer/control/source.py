@@ -70,7 +70,7 @@ from ownerserve.transfer.control.messages import (
     PublishedPiece,
     ReturnLend,
 )
-from ownerserve.transfer.control.pieces import SizedPiece, clip, cut
+from ownerserve.transfer.control.pieces import PIECE_BYTES, SizedPiece, clip, cut
 from ownerserve.transfer.vocabulary import FramePiece
 
 IDLE_S = 5.0
@@ -148,10 +148,12 @@ class OpeningLend(msgspec.Struct, eq=False):
 
 class TransferSource:
     """A `TransferSource` is one life of a unit as one that lends. It owns the lends between their
-    first word and their end; the tickets and the blocks are the cache's."""
+    first word and their end; the tickets and the blocks are the cache's. What it lends is read in
+    pieces of `piece_bytes` at most."""
 
-    def __init__(self, unit: RoutingUnit) -> None:
+    def __init__(self, unit: RoutingUnit, *, piece_bytes: int = PIECE_BYTES) -> None:
         self.unit = unit
+        self._piece_bytes = piece_bytes
         self.ends: Counter[LendEnd | LendRefusal] = Counter()
         """How often a lend ended, or came to nothing, by how: metric labels."""
         self._numbers = 0
@@ -324,7 +326,7 @@ class TransferSource:
             wanted = lend.wanted.get(sized.piece.artifact)
             inside = None if wanted is None else clip(sized, wanted)
             if inside is not None:
-                lend.grown.extend(cut(inside))
+                lend.grown.extend(cut(inside, self._piece_bytes))
 
     def _turn_over(self, turn_id: TurnId) -> list[SourceEffect]:
         effects: list[SourceEffect] = []
