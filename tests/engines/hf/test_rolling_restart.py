@@ -1,5 +1,5 @@
 """All workers are restarted, one after the other, while agents go on: no error, each answer is a
-cold engine's, and no context is computed again that a peer has.
+cold engine's, and no context is computed again that a peer or a store has.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ AGENTS = 4
 TOOL_S = 1.0
 """Between two turns of an agent."""
 BLOCK = 64
-GIVEN = (
-    "--host-cache", "64MiB", "--kv-memory", "64MiB", "--dear", "--drain-timeout", str(WAIT_S),
-)  # fmt: skip
+GIVEN = ("--kv-memory", "64MiB", "--dear", "--drain-timeout", str(WAIT_S))
+BELOW = ("host", "store", "remote")
+"""What is below the devices: each worker's memory, its own store, or one directory of all."""
 
 
 class Place:
     """Where a worker is, and begins anew."""
 
-    def __init__(self, folder: Path, name: str, directory: str) -> None:
+    def __init__(self, folder: Path, name: str, directory: str, *below: str) -> None:
         self._folder, self._name, self._directory = folder, name, directory
+        self._given = (*GIVEN, *below)
         self._port = str(free_port())
         self._lives = 0
         self.worker = self._begun()
@@ -52,7 +53,9 @@ class Place:
         self._lives += 1
         folder = self._folder / f"{self._name}.{self._lives}"
         folder.mkdir()
-        return WorkerProcess(folder, self._name, self._directory, *GIVEN, "--port", self._port)
+        return WorkerProcess(
+            folder, self._name, self._directory, *self._given, "--port", self._port
+        )
 
     def restart(self) -> int:
         """It leaves, ends, and begins anew at the same address; its exit code."""
@@ -76,12 +79,17 @@ def directory() -> Iterator[str]:
     server.stop()
 
 
-@pytest.fixture
-def places(tmp_path: Path, directory: str) -> Iterator[list[Place]]:
+@pytest.fixture(params=BELOW)
+def places(request: pytest.FixtureRequest, tmp_path: Path, directory: str) -> Iterator[list[Place]]:
     with ExitStack() as stack:
         made = []
         for name in ("one", "two", "three"):
-            made.append(Place(tmp_path, name, directory))
+            below = {
+                "host": ("--host-cache", "64MiB"),
+                "store": ("--store", str(tmp_path / f"{name}.store")),
+                "remote": ("--host-cache", "1MiB", "--remote", str(tmp_path / "remote")),
+            }
+            made.append(Place(tmp_path, name, directory, *below[request.param]))
             stack.callback(made[-1].close)
         yield made
 
