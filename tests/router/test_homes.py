@@ -321,14 +321,42 @@ class AnyOrder(RuleBasedStateMachine):
         self.sent(outcome, session)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), answer=st.sampled_from(Answer))
-    def first_byte(self, data: st.DataObject, answer: Answer) -> None:
+    @rule(data=st.data(), answer=st.sampled_from(Answer),
+          named=st.sampled_from([None, *NAMES]), by=st.sampled_from([-1, 0, 1]))  # fmt: skip
+    def first_byte(self, data: st.DataObject, answer: Answer, named: str | None, by: int) -> None:
         receipt = data.draw(st.sampled_from(sorted(self.open)))
-        self.fleet.tell(FirstByte(receipt, None, answer))
+        facts, _ = self.open[receipt]
+        session = next((name for name, one in self.facts.items() if one is facts), None)
+        if named is None or session is None:
+            self.fleet.tell(FirstByte(receipt, None, answer))
+            self.begins(receipt, answer)
+            return
+        told, before = epoch(self.epoch + by), self.fleet.state.sessions.get(session)
+        known, claimant = before and before.epoch, Held(named, self.lives[named])
+        is_behind = facts.owner == claimant or receipt < facts.answered_by
+        claimed = Claimed(session, unit(named, claimant.life), told)
+        self.fleet.tell(FirstByte(receipt, None, answer, claimed=claimed))
+        self.begins(receipt, answer)
+        is_news = known is None or told > known
+        if answer is Answer.TURN and is_behind:
+            is_news = False
+        if is_news or (not (known and told < known) and self.is_lost(facts)):
+            facts.owner = claimant
+        self.epoch += max(by, 0)
+
+    def begins(self, receipt: Receipt, answer: Answer) -> None:
         if answer is Answer.TURN:
             self.answers(receipt)
         else:
             self.nothing_came(receipt, self.open[receipt][0])
+
+    def is_lost(self, facts: Facts) -> bool:
+        """Nobody lives where the session was sent, nor where it is."""
+        fleet, places = self.fleet.state.fleet, (facts.home, facts.owner)
+        return not any(
+            one and fleet[WorkerId(one.worker)].up and self.lives[one.worker] == one.life
+            for one in places
+        )
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), how=st.sampled_from([Aborted, Broken, Done]))

@@ -114,9 +114,26 @@ class Knowledge:
         number of its turns.
         """
         session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
+        known, worker = session.epoch, self._granted(session, event)
+        if worker is not None and (event.epoch != known or session.live_home is None):
+            self._sessions.claim(session, worker)
+        return NOTED
+
+    def named(self, event: Claimed, now_s: float) -> Noted:
+        """Note such a word of an answer that the session is beyond: it is where that says only if
+        nobody else has it."""
+        session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
+        worker = self._granted(session, event)
+        if worker is not None and session.live_home is None:
+            self._sessions.claim(session, worker)
+        return NOTED
+
+    def _granted(self, session: RoutedSession, event: Claimed) -> Worker | None:
+        """Note under which epoch the session was granted to whom, and return that worker; None: it
+        is of an earlier life, or a later epoch was heard."""
         worker, epoch, known = self._fleet.find(event.unit), event.epoch, session.epoch
         if worker is None or _is_earlier(epoch, known):
-            return NOTED
+            return None
         version, grant = event.version, session.grant
         if epoch != known:
             session.epoch = epoch = self._sharing_its_term(epoch)
@@ -124,9 +141,7 @@ class Knowledge:
             epoch, version = grant.epoch, max(version, grant.version)
         if epoch != known or grant is not None:  # else it was handed over since
             session.grant = Grant(worker, worker.life, epoch, version)
-        if epoch != known or session.live_home is None:
-            self._sessions.claim(session, worker)
-        return NOTED
+        return worker
 
     def taken_over(self, event: TakenOver, now_s: float) -> Noted:
         """Note that a session moved while no turn of it ran, unless it went elsewhere since."""
