@@ -326,7 +326,7 @@ class GatewayCollector(Collector):
         rests = gateway.moves.rests
         yield _counts(
             "rests",
-            "What a drained worker had added to another's sessions as a guest, by how bringing it to"
+            "What drained workers had added to others' sessions as guests, by how bringing it to"
             " who goes on ended: brought, its_own (the session is that worker's by now), went_on,"
             " unreachable, no_answer, or why it was not.",
             end=rests.counts,

@@ -6,8 +6,9 @@ is gone: a rest.
         TakePrefix ──> the owner; where that takes no turns, whoever would have the next one
         PrefixTaken ──> the router: the session is there. LetGo ──> the guest: it need not stay
 
-Nobody's ownership changes. It is a replica as any (node/transfers/replicas.py): by content, verified
-as it comes, and the first to go where room is wanted. Owns no session; off the request path.
+Nobody's ownership changes. It is a replica as any (node/transfers/replicas.py): by content,
+verified as it comes, and the first to go where room is wanted. Owns no session; off the request
+path.
 """
 
 from __future__ import annotations
