@@ -75,8 +75,8 @@ def test_the_owner_has_what_a_guest_added_when_that_one_has_left(
         if agent.at != owner.name:
             owner, guest = guest, owner
         await until_async(lambda: owner.metric("ownerserve_sessions_owned") == 1)
-        agent.context += text(ADDED, seed=77)
         while agent.at != guest.name:  # the next probe brings the owner back
+            agent.context += text(ADDED, seed=len(agent.context))
             gateway.state.handle(WorkerDown(WorkerId(owner.name), Down.UNHEALTHY), gateway.now())
             await agent.turn()
         (unit,) = [one for one in gateway.state.fleet if one.id == owner.name]
