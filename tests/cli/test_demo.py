@@ -100,7 +100,7 @@ def test_a_worker_leaves_amid_an_answer_and_all_go_on_with_their_state(tmp_path:
     assert spot["moved"], "the answer went on at another worker"
     assert spot["tokens"] == LONG_ANSWER_TOKENS, "it is whole"
     assert spot["peer_bytes"] > 0
-    # A session's last 400 tokens may be lost where its move was taken without them.
+    # A session's last 400 tokens are not brought where computing them is as good by prices.
     assert spot["cached"] > 0.7 * spot["known"], "state moved, and was not computed anew"
     assert f"told to leave after {spot['tokens_before']} of" in output.decode()
 
