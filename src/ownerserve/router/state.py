@@ -375,7 +375,7 @@ class RouterState:
         is_behind = event.claimed is not None and self._is_behind(live, event, event.claimed)
         former = None if live.has_answered else self._answered(live, event, life)
         if event.claimed is not None:
-            hear = self._knowledge.named if is_behind else self._knowledge.claimed
+            hear = self._knowledge.named if is_behind else self._knowledge.answered
             hear(event.claimed, now)
         if former is None or former.unit is None or live.name is None:
             return NOTED
