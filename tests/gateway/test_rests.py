@@ -53,15 +53,17 @@ LOOKS = 40
 
 
 class Node:
-    """A worker's RPC port: `says` by the request's type; a session stays at its owner."""
+    """A worker's RPC port: `says` by the request's type, None: not yet; a session stays at its
+    owner."""
 
     def __init__(self) -> None:
-        self.says: dict[type, RpcAnswer] = {
+        self.says: dict[type, RpcAnswer | None] = {
             Take: NOT_OWNER,
             TakePrefix: REST,
             ReleaseSession: Reject(WorkerRefusal.SESSION_IS_RUNNING),
         }
         self.asked: list[RpcRequest | Cancel] = []
+        self._unanswered: list[bytes] = []
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -85,7 +87,14 @@ class Node:
             answer = self.says.get(type(request), Reject(WorkerRefusal.UNKNOWN_RESERVATION))
             if isinstance(request, ReleaseSession) and request.epoch is None:
                 answer = Released()
-            await self._socket.send_multipart([*envelope, encode(answer)])
+            if answer is None:
+                self._unanswered = envelope
+            else:
+                await self._socket.send_multipart([*envelope, encode(answer)])
+
+    async def answer(self, answer: RpcAnswer) -> None:
+        """Answer what was asked last and not answered."""
+        await self._socket.send_multipart([*self._unanswered, encode(answer)])
 
     def close(self) -> None:
         self._reader.cancel()
@@ -216,6 +225,46 @@ def test_where_its_owner_takes_no_turns_it_comes_where_the_next_one_goes(play: P
         await until_async(lambda: one.counts)
         assert one.brought_by == [other] and one.counts == {"brought": 1}
         assert await one.turn() == other
+        one.close()
+
+    play(scenario, engines=3, states=THREE, policy="sticky", health_interval_s=0.05)
+
+
+def test_a_session_that_goes_on_meanwhile_is_where_it_went_on(play: Play) -> None:
+    """The guest takes turns again, and has one: what was brought is not the newest."""
+
+    async def scenario(world: World) -> None:
+        one = Guested(world, world.gateway)
+        one.nodes[0].says[TakePrefix] = None
+        await one.begin(**OWNED)
+        world.gateway.roster.drain(one.names[one.guest])
+        await until_async(lambda: one.brought_by == [0])
+        await world.gateway.roster.undrain(one.names[one.guest])
+        assert await one.turn() == one.guest
+        await one.nodes[0].answer(REST)
+        await until_async(lambda: one.counts)
+        assert one.counts == {"went_on": 1} and not one.nodes[one.guest].let_go
+        assert await one.turn() == one.guest
+        assert world.gateway.moves.rests.moved_bytes == REST.moved_bytes
+        one.close()
+
+    play(scenario, engines=3, states=THREE, policy="sticky", health_interval_s=0.05)
+
+
+def test_an_owner_that_is_gone_meanwhile_is_not_waited_for(play: Play) -> None:
+    """Others wait for the place: who would have the next turn brings it."""
+
+    async def scenario(world: World) -> None:
+        one = Guested(world, world.gateway)
+        one.nodes[0].says[TakePrefix] = None
+        await one.begin(**OWNED)
+        world.gateway.roster.drain(one.names[one.guest])
+        await until_async(lambda: one.brought_by == [0])
+        (other,) = {1, 2} - {one.guest}
+        world.gateway.roster.drain(one.names[0])
+        await until_async(lambda: one.counts.get("brought"), within_s=moves.TAKE_S / 3)
+        assert one.counts == {"no_answer": 1, "brought": 1} and one.brought_by == [0, other]
+        assert any(isinstance(said, Cancel) for said in one.nodes[0].asked)
         one.close()
 
     play(scenario, engines=3, states=THREE, policy="sticky", health_interval_s=0.05)

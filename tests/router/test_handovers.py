@@ -113,7 +113,7 @@ def test_to_whom_it_was_handed_over_is_asked_for_it_once_it_said_so_itself(fleet
     assert named(fleet, "w1", "w0", 5) == ASKED
     fleet.tell(ReleaseEnded(S, OWNED, ReleaseEnd.RELEASED))
     assert named(fleet, "w1", "w1", 6) == NOTED
-    assert named(fleet, "w0", "w1", 6) == AskRelease(S, unit("w1"), epoch(6), unit("w0"))
+    assert done(fleet, fleet.send("w0")) == AskRelease(S, unit("w1"), epoch(6), unit("w0"))
 
 
 def test_an_end_that_is_heard_late_says_nothing_of_a_later_owner(fleet: Fleet) -> None:

@@ -13,11 +13,13 @@ path.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 from ownerserve.gateway.turns import Turns
+from ownerserve.gateway.workers.rpc import WorkerLine
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.wire.rpc import PrefixTaken, Reject, TakePrefix
+from ownerserve.kv.wire.rpc import PrefixTaken, Reject, Said, TakePrefix
 from ownerserve.router.gap_moves import GapMove
 from ownerserve.router.messages import LetGo, TakenOver
 from ownerserve.router.pricing import shares_state
@@ -25,6 +27,8 @@ from ownerserve.router.worker import Worker
 
 BRING_S = 90.0
 """Longer than a worker tries (node/restore/coming.py)."""
+LOOK_S = 0.25
+"""How often it is looked whether who brings it still takes turns: other sessions wait to leave."""
 
 
 class Rests:
@@ -55,12 +59,15 @@ class Rests:
         address = turns.lines.read_by(to, guest, turns.worker_names)
         if line is None or address is None or unit is None or guest.unit is None:
             return "unreachable"
-        said = await line.ask(TakePrefix(name, session.known_tokens, address), BRING_S)
+        turns_before = session.turns
+        said = await _asked(line, TakePrefix(name, session.known_tokens, address), to)
         if isinstance(said, Reject):
             return said.reason.value
         if not isinstance(said, PrefixTaken):
             return "no_answer" if said is None else "malformed"
         self.moved_bytes += said.moved_bytes
+        if session.is_forgotten or session.turns != turns_before or session.owner is not guest:
+            return "went_on"
         turns.told(TakenOver(name, unit, guest.id, said.tokens))
         turns.releasing.let_go(LetGo(name, guest.unit))
         return "brought"
@@ -76,3 +83,15 @@ class Rests:
             return None if owner is guest else owner
         unit = await turns.finder.owner_of(name)
         return None if unit is None else turns.state.fleet.find(unit)
+
+
+async def _asked(line: WorkerLine, request: TakePrefix, to: Worker) -> Said | None:
+    """Return the worker's answer; None: none in time, or it takes no turns any more, and the
+    request is called off."""
+    asking, life = asyncio.ensure_future(line.ask(request, BRING_S)), to.life
+    try:
+        while to.up and to.life == life and not asking.done():
+            await asyncio.wait({asking}, timeout=LOOK_S)
+        return asking.result() if asking.done() else None
+    finally:
+        asking.cancel()

@@ -387,7 +387,8 @@ class RouterState:
         session, named = live.session, self.fleet.find(claimed.unit)
         if session is None or named is None or event.answer is Answer.ERROR:
             return False
-        is_left = session.owner is named and session.owner_life == named.life
+        was_there = session.owner is named and session.owner_life == named.life
+        is_left = was_there and live.decision.worker is not named
         return is_left or event.receipt < session.answered_by
 
     def _split(self, receipt: Receipt) -> _Live:
