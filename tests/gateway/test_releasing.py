@@ -197,6 +197,46 @@ def test_a_guest_says_who_owns_and_the_session_goes_back_there(play: Play) -> No
     )
 
 
+def test_a_guest_that_names_who_had_the_session_keeps_it(play: Play) -> None:
+    """The gateway sent it there itself, and hears only now under which epoch it left: no news."""
+
+    async def scenario(world: World) -> None:
+        gateway, engines = world.gateway, world.engines
+        node = Node(Released())
+        for number, engine in enumerate(engines):
+            engine.states, engine.says = record(number, node.address), stamp(number)
+        names = [WorkerId(f"127.0.0.1:{engine.port}") for engine in engines]
+        await until_async(lambda: all(gateway.turns.lines.of(name) for name in names))
+        client = await world.client()
+
+        async def turn() -> Any:
+            answer = await client.post("/v1/chat/completions", x__session__id="a")
+            return world.engine_of(answer)
+
+        owner = await turn()
+        (guest,) = [engine for engine in engines if engine is not owner]
+        here, there = engines.index(owner), engines.index(guest)
+        owner.refuses = 503, "no_room"
+        owned = {"owner": list(msgspec.structs.astuple(own_unit(here))), "epoch": OWNED["epoch"]}
+        guest.says = stamp(there, **owned, version=4)
+        assert await turn() is guest
+        owner.refuses = None
+        await until_async(lambda: gateway.turns.releasing.counts["released"])
+        told = line_of(guest.seen[-1][0]).name
+        assert told is not None
+        assert node.asked == [ReleaseSession(SessionId(told), EPOCH, own_unit(there))]
+        assert await turn() is guest, "its newest turn was answered there"
+        assert gateway.turns.observer.owner_changes.counts == {"answered": 1}
+        node.close()
+
+    play(
+        scenario,
+        policy="sticky",
+        states=[record(0, None), record(1, None)],
+        health_interval_s=0.05,
+    )
+
+
 def test_an_owner_that_cannot_be_asked_costs_nobody_a_turn(play: Play) -> None:
     async def scenario(world: World) -> None:
         owner, guest = world.engines

@@ -22,7 +22,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.prefix import hash_prefix, pack
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import AskSession, Reject, Released, ReleaseSession, SessionStands
-from ownerserve.node.ownership.keeping import GUEST_S, ask_whose, keeps_worker
+from ownerserve.node.ownership.keeping import GUEST_S, Staying, ask_whose, keeps_worker
 from ownerserve.node.ownership.ownership import (
     Ownership,
     TurnCame,
@@ -150,3 +150,29 @@ def test_who_begins_to_leave_asks_whose_the_sessions_are_that_it_serves_as_a_gue
     assert not guest.keeps_worker(3600.0)
     ask_whose(guest.cache.sessions, guest.ownership)
     until(lambda: guest.keeps_worker(3600.0))
+
+
+def test_who_leaves_stays_for_what_its_guests_turns_added_until_that_was_brought(
+    owner_and_guest: tuple[Unit, Unit],
+) -> None:
+    """From its leaving on, however long ago the turn was; who brought it has it let go here."""
+    _, guest = owner_and_guest
+    now_s = ENDED_S + 3600.0
+    staying = Staying(guest.cache.sessions, guest.ownership, lambda: now_s)
+    assert not staying.is_wanted()
+    staying.begin()
+    now_s += GUEST_S - 0.1
+    assert staying.is_wanted()
+    guest.cache.sessions.let_go(AGENT)
+    assert not staying.is_wanted()
+
+
+def test_who_leaves_does_not_stay_for_a_guests_turn_that_nobody_brings(
+    owner_and_guest: tuple[Unit, Unit],
+) -> None:
+    now_s = ENDED_S + 3600.0
+    stays = [Staying(one.cache.sessions, one.ownership, lambda: now_s) for one in owner_and_guest]
+    for staying in stays:
+        staying.begin()
+    now_s += GUEST_S
+    assert [staying.is_wanted() for staying in stays] == [True, False]

@@ -327,6 +327,29 @@ def test_a_session_that_is_released_is_the_targets(
     assert first.owner.refused["release", "stale_epoch"] == 1
 
 
+@pytest.mark.parametrize("left", [tokens(2), pack(range(3))], ids=["blocks", "no_block"])
+def test_who_had_a_guests_turn_asks_for_what_is_given_to_it_after(
+    nodes: Callable[[RoutingUnit, str], Ownership], left: bytes
+) -> None:
+    """Nobody tells it. It asks with its lease's renewal, however little the turn left."""
+    server = serve(lease_s=2.0)
+    try:
+        first, second = nodes(unit("w1"), server.address), nodes(unit("w2"), server.address)
+        first.tell(TurnCame(S1))
+        until(lambda: first.standing(S1))
+        grant = first.standing(S1)
+        assert grant is not None
+        second.tell(TurnCame(S1))
+        until(lambda: second.answers["heldby"])
+        second.tell(TurnLeft(S1, left))
+        until(lambda: release(first, second.owner.unit, grant.epoch) == Released())
+        until(lambda: second.standing(S1), within_s=10.0)
+    finally:
+        first.close(within_s=5.0)
+        second.close(within_s=5.0)
+        server.stop()
+
+
 def test_a_directory_that_hangs_holds_up_no_release(server: DirectoryServer) -> None:
     """The session is a guest's at once, and moves when the directory answers again."""
     faulty = Faulty(server.address, RuntimeError("boom"))

@@ -71,6 +71,51 @@ def test_who_is_no_owner_any_more_is_not_asked_again(fleet: Fleet, end: ReleaseE
     assert done(fleet, fleet.send("w2")) == AskRelease(S, unit("w1"), epoch(6), unit("w2"))
 
 
+def named(fleet: Fleet, by: str, owner: str, counter: int) -> object:
+    """What is asked after a turn at `by`, whose answer names the session's owner."""
+    receipt = fleet.send(by)
+    fleet.tell(FirstByte(receipt, claimed=Claimed(S, unit(owner), epoch(counter))))
+    return fleet.tell(Done(receipt, Usage(1000, 10, 0)))
+
+
+@pytest.mark.parametrize("by", ["w0", "w1"])
+def test_who_did_not_know_that_it_owns_is_asked_again_once_an_answer_names_it(
+    fleet: Fleet, by: str
+) -> None:
+    """Nobody tells a worker what the directory gave it: it says no, asks, and says yes."""
+    assert named(fleet, "w1", "w0", 5) == ASKED
+    fleet.tell(ReleaseEnded(S, OWNED, ReleaseEnd.NOT_OWNER))
+    asked = named(fleet, by, "w0", 5)
+    assert asked == (ASKED if by == "w1" else NOTED)
+    if by == "w0":  # it says so itself: the next turn elsewhere asks it
+        assert done(fleet, fleet.send("w1")) == ASKED
+
+
+def test_what_was_handed_over_is_not_asked_for_by_an_answer_that_has_not_heard_of_it(
+    fleet: Fleet,
+) -> None:
+    assert named(fleet, "w1", "w0", 5) == ASKED
+    fleet.tell(ReleaseEnded(S, OWNED, ReleaseEnd.RELEASED))
+    assert named(fleet, "w1", "w0", 5) == NOTED
+    assert named(fleet, "w0", "w0", 5) == NOTED
+
+
+def test_to_whom_it_was_handed_over_is_asked_for_it_once_that_was_said_twice(fleet: Fleet) -> None:
+    """The first word of it may be heard before it knows itself."""
+    assert named(fleet, "w1", "w0", 5) == ASKED
+    fleet.tell(ReleaseEnded(S, OWNED, ReleaseEnd.RELEASED))
+    assert named(fleet, "w0", "w1", 6) == NOTED
+    assert fleet.places() == ("w0", "w0")
+    assert named(fleet, "w0", "w1", 6) == AskRelease(S, unit("w1"), epoch(6), unit("w0"))
+
+
+def test_to_whom_it_was_handed_over_is_asked_for_it_once_it_said_so_itself(fleet: Fleet) -> None:
+    assert named(fleet, "w1", "w0", 5) == ASKED
+    fleet.tell(ReleaseEnded(S, OWNED, ReleaseEnd.RELEASED))
+    assert named(fleet, "w1", "w1", 6) == NOTED
+    assert done(fleet, fleet.send("w0")) == AskRelease(S, unit("w1"), epoch(6), unit("w0"))
+
+
 def test_an_end_that_is_heard_late_says_nothing_of_a_later_owner(fleet: Fleet) -> None:
     done(fleet, fleet.send("w1"))
     fleet.tell(Claimed(S, unit("w2"), epoch(6), 3))

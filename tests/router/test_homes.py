@@ -18,6 +18,7 @@ from ownerserve.router.messages import (
     Aborted,
     Answer,
     Arrive,
+    AskRelease,
     Broken,
     Claimed,
     Dispatch,
@@ -29,6 +30,7 @@ from ownerserve.router.messages import (
     Failure,
     FirstByte,
     Gone,
+    MovedOn,
     Refuse,
     Reported,
     SessionEnd,
@@ -319,14 +321,42 @@ class AnyOrder(RuleBasedStateMachine):
         self.sent(outcome, session)
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), answer=st.sampled_from(Answer))
-    def first_byte(self, data: st.DataObject, answer: Answer) -> None:
+    @rule(data=st.data(), answer=st.sampled_from(Answer),
+          named=st.sampled_from([None, *NAMES]), by=st.sampled_from([-1, 0, 1]))  # fmt: skip
+    def first_byte(self, data: st.DataObject, answer: Answer, named: str | None, by: int) -> None:
         receipt = data.draw(st.sampled_from(sorted(self.open)))
-        self.fleet.tell(FirstByte(receipt, None, answer))
+        facts, _ = self.open[receipt]
+        session = next((name for name, one in self.facts.items() if one is facts), None)
+        if named is None or session is None:
+            self.fleet.tell(FirstByte(receipt, None, answer))
+            self.begins(receipt, answer)
+            return
+        told, before = epoch(self.epoch + by), self.fleet.state.sessions.get(session)
+        known, claimant = before and before.epoch, Held(named, self.lives[named])
+        is_behind = facts.owner == claimant or receipt < facts.answered_by
+        claimed = Claimed(session, unit(named, claimant.life), told)
+        self.fleet.tell(FirstByte(receipt, None, answer, claimed=claimed))
+        self.begins(receipt, answer)
+        is_news = known is None or told > known
+        if answer is Answer.TURN and is_behind:
+            is_news = False
+        if is_news or (not (known and told < known) and self.is_lost(facts)):
+            facts.owner = claimant
+        self.epoch += max(by, 0)
+
+    def begins(self, receipt: Receipt, answer: Answer) -> None:
         if answer is Answer.TURN:
             self.answers(receipt)
         else:
             self.nothing_came(receipt, self.open[receipt][0])
+
+    def is_lost(self, facts: Facts) -> bool:
+        """Nobody lives where the session was sent, nor where it is."""
+        fleet, places = self.fleet.state.fleet, (facts.home, facts.owner)
+        return not any(
+            one and fleet[WorkerId(one.worker)].up and self.lives[one.worker] == one.life
+            for one in places
+        )
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), how=st.sampled_from([Aborted, Broken, Done]))
@@ -410,3 +440,67 @@ def test_an_epoch_that_is_heard_again_moves_no_session_that_has_a_home() -> None
     fleet.tell(WorkerDown(w1, Down.UNHEALTHY))
     fleet.tell(Claimed(S, unit("w0"), epoch(5), 2))
     assert fleet.places() == ("w0", "w0")
+
+
+def names(worker: str, counter: int, life: int = 1) -> Claimed:
+    return Claimed(S, unit(worker, life), epoch(counter))
+
+
+NAMED_BY_AN_ANSWER = {
+    # whom the answer of w1 to a turn of w0's session names               home  owner  granted to
+    "whom it left, under a later epoch": (names("w0", 6), "w1", "w1", "w0"),
+    "whom it left, under the known epoch": (names("w0", 5), "w1", "w1", "w0"),
+    "itself": (names("w1", 6), "w1", "w1", "w1"),
+    "another: it was moved by another gateway": (names("w2", 6), "w2", "w2", "w2"),
+    "another, under an earlier epoch": (names("w2", 4), "w1", "w1", "w0"),
+    "a former life": (names("w2", 6, 0), "w1", "w1", "w0"),
+}
+
+
+@pytest.mark.parametrize("row", NAMED_BY_AN_ANSWER)
+def test_whom_an_answer_names_has_the_session_unless_it_left_there_by_that_turn(row: str) -> None:
+    claimed, home, owner, granted = NAMED_BY_AN_ANSWER[row]
+    fleet = Fleet()
+    fleet.turn("w0")
+    fleet.tell(Claimed(S, unit("w0"), epoch(5)))
+    fleet.tell(FirstByte(fleet.send("w1"), claimed=claimed))
+    assert fleet.places() == (home, owner)
+    known = fleet.state.sessions.get(S)
+    assert known is not None and known.grant is not None
+    assert known.grant.owner.id == granted
+
+
+def test_a_turn_that_goes_on_elsewhere_is_not_sent_back_by_its_second_legs_word() -> None:
+    """Who is drained still owns the session; the next turn goes where the answer ended."""
+    fleet = Fleet()
+    fleet.turn("w0")
+    receipt = fleet.send("w0")
+    fleet.tell(FirstByte(receipt))
+    fleet.tell(WorkerDown(WorkerId("w0"), Down.DRAINED))
+    moved = fleet.tell(MovedOn(receipt, unit("w1")))
+    assert isinstance(moved, Dispatch) and moved.worker == "w1"
+    fleet.tell(FirstByte(moved.receipt, claimed=names("w0", 5)))
+    assert fleet.places() == ("w1", "w1")
+    asked = fleet.tell(Done(moved.receipt, Usage(1000, 10, 0)))
+    assert asked == AskRelease(S, unit("w0"), epoch(5), unit("w1"))
+
+
+def test_the_former_owners_late_answer_does_not_bring_the_session_back() -> None:
+    """Two turns are under way; that which was sent later was answered first, and elsewhere."""
+    fleet = Fleet()
+    fleet.turn("w0")
+    first, second = fleet.send("w0"), fleet.send("w1")
+    fleet.tell(FirstByte(second))
+    fleet.tell(FirstByte(first, claimed=names("w0", 5)))
+    assert fleet.places() == ("w1", "w1")
+    fleet.tell(Done(first, Usage(1000, 10, 0)))
+    asked = fleet.tell(Done(second, Usage(1000, 10, 0)))
+    assert asked == AskRelease(S, unit("w0"), epoch(5), unit("w1"))
+
+
+def test_whom_an_error_names_has_the_session() -> None:
+    """Nothing of the turn ran there: what it says of the owner is all that is news."""
+    fleet = Fleet()
+    fleet.turn("w0")
+    fleet.tell(FirstByte(fleet.send("w1"), None, Answer.ERROR, claimed=names("w2", 6)))
+    assert fleet.places() == ("w2", "w2")

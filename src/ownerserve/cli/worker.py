@@ -469,13 +469,13 @@ def _serve(
 
     leaving, leave_s = None, float(str(flags["drain_timeout"]))
     if leave_s > 0:
-        leaving = WorkerLeave(leave_s, partial(_ask_whose, worker), partial(_is_needed, worker))
+        leaving = WorkerLeave(leave_s, partial(_leave, worker), partial(_is_needed, worker))
     app = make_app(worker, rpc=rpc.address, role=str(flags["role"]), leaving=leaving)
     serve(app, bound, on_ready=on_ready, leaving=leaving)
 
 
-async def _ask_whose(worker: HfWorker) -> None:
-    await asyncio.wrap_future(worker.engine.between_steps(worker.ask_whose))
+async def _leave(worker: HfWorker) -> None:
+    await asyncio.wrap_future(worker.engine.between_steps(worker.leave))
 
 
 async def _is_needed(worker: HfWorker) -> bool:

@@ -394,6 +394,17 @@ class SessionFinder:
         except TimeoutError:
             self.answers["too_slow"] += 1
 
+    async def owner_of(self, session: SessionId) -> RoutingUnit | None:
+        """Return who owns the session now, under this gateway's name; None: nobody who lives, or
+        the directory is silent."""
+        if self._is_silent:
+            return None
+        (found,) = await self._execute([FindSession(session, self._seen)])
+        if not isinstance(found, SessionIs) or not found.owner_live:
+            return None
+        self.heard(found.epoch)
+        return self._names.here(found.owner)
+
     async def wishes(self, sessions: Sequence[SessionId]) -> list[tuple[SessionId, RoutingUnit]]:
         """Return which units are wished to hold a copy of what these sessions end in, and do not;
         none where the directory is silent, or says nothing of them."""

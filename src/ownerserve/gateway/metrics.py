@@ -323,6 +323,17 @@ class GatewayCollector(Collector):
         )
         moved.add_metric([], gateway.turns.hot_prefixes.moved_bytes)
         yield moved
+        rests = gateway.moves.rests
+        yield _counts(
+            "rests",
+            "What drained workers had added to others' sessions as guests, by how bringing it to"
+            " who goes on ended: brought, its_own (the session is that worker's by now), went_on,"
+            " unreachable, no_answer, or why it was not.",
+            end=rests.counts,
+        )
+        came = CounterMetricFamily(_P + "rest_bytes", "Bytes that workers moved for it.")
+        came.add_metric([], rests.moved_bytes)
+        yield came
         yield _counts(
             "turn_moves",
             "Turns that were to leave a drained worker amid their answers, by how the order ended:"

@@ -8,6 +8,7 @@ prefixes copied, too.
       the moves that router.gap_moves grants
         Take ──> the target: it brings the state, then asks for the session
         SessionTaken, Reject(reason), or nothing in TAKE_S ──> the router's books; counted
+      what it added to another's session is brought to that one, or the target (rests.py)
       a drained worker's that nobody else can take over, where it has a store
         Suspend ──> the worker: it puts the state away, and owns the session no more
     forks wait for a busy worker that has their prefix
@@ -24,10 +25,12 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 
+from ownerserve.gateway.rests import Rests
 from ownerserve.gateway.turns import Turns
 from ownerserve.gateway.workers.rpc import WorkerLine
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, PlacementAction, RoutingUnit, Tier
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
     PrefixTaken,
     Reject,
@@ -95,10 +98,11 @@ class _Leaving:
 
 class Moves:
     """This class orders the moves of one gateway's sessions. `counts`: of those from drained
-    workers by how each ended, refusals by reason; metric labels."""
+    workers by how each ended, refusals by reason; metric labels. `rests`: of what guests added."""
 
     def __init__(self, turns: Turns) -> None:
         self.counts: Counter[str] = Counter()
+        self.rests = Rests(turns)
         self._turns = turns
         self._state = turns.state
         self._leaving: dict[Worker, _Leaving] = {}
@@ -239,6 +243,8 @@ class Moves:
         said = None if line is None else await line.ask(take, TAKE_S)
         if said is None:
             return "no_answer"
+        if said == Reject(WorkerRefusal.NOT_OWNER) and move.source.is_drained:
+            await self.rests.bring(move)
         units = [one.unit for one in self._state.fleet if one.id == target]
         if not isinstance(said, SessionTaken) or not units or units[0] is None:
             return said

@@ -36,7 +36,7 @@ from ownerserve.gateway.http.heads import RequestHead, ResponseHead
 from ownerserve.gateway.http.replies import Rejected
 from ownerserve.gateway.http.upstream import IDLE_MAX, UpstreamConnection, WorkerPool
 from ownerserve.gateway.logs import AccessLog, WorkerLog
-from ownerserve.gateway.owner_changes import OwnerChanges
+from ownerserve.gateway.owner_changes import Heard, OwnerChanges
 from ownerserve.gateway.patterns import SessionPatterns
 from ownerserve.gateway.processes.homes import Homes
 from ownerserve.gateway.receipts import receipts_of
@@ -590,14 +590,17 @@ class Turns:
         answer = answer_of(head.status, stamp)
         session = dispatch.session
         owner = None if session is None else self._owner_of(session)
-        first_byte = FirstByte(dispatch.receipt, stamp.status, answer, stamp.mode)
+        claimed = self._claimed_by(dispatch, stamp)
+        first_byte = FirstByte(dispatch.receipt, stamp.status, answer, stamp.mode, claimed)
         began = self.state.handle(first_byte, now)
         if isinstance(began, LetGo) and self.rollout.is_normal:
             self.releasing.let_go(began)
+        if claimed is not None and self.finder is not None:
+            self.finder.heard(claimed.epoch)
         if session is not None and owner is not None:
-            self.observer.owner_changes.look(
-                session, owner, self._owner_of(session), how="answered", now_s=now
-            )
+            after, here = self._owner_of(session), dispatch.decision.worker
+            how: Heard = "answered" if after is here else "told"
+            self.observer.owner_changes.look(session, owner, after, how=how, now_s=now)
         self.observer.first_byte(now - started_s)
         if self.access_log is not None:
             self.access_log.began(dispatch.receipt, head.status, now_s=now)
@@ -700,17 +703,20 @@ class Turns:
 
     def _report(self, dispatch: Dispatch, stamp: Stamp, now: float) -> None:
         """Tell the state where the worker says that the prompt's state will be once the turn has
-        run, and who owns the session."""
-        session, extent, owned = dispatch.session, stamp.extent, stamp.owned
-        if session is None:
+        run."""
+        session, extent = dispatch.session, stamp.extent
+        if session is None or extent is None:
             return
-        if extent is not None:
-            tip, tokens = extent.prefix_hash, extent.tokens
-            report = Reported(stamp.unit, Tier.DEVICE, tip, tokens, session=session)
-            self.state.handle(report, now)
-        if owned is not None:
-            owner = self.worker_names.here(owned.unit)
-            self.told(Claimed(session, owner, owned.epoch, owned.version))
+        tip, tokens = extent.prefix_hash, extent.tokens
+        self.state.handle(Reported(stamp.unit, Tier.DEVICE, tip, tokens, session=session), now)
+
+    def _claimed_by(self, dispatch: Dispatch, stamp: Stamp) -> Claimed | None:
+        """Return whom the worker says to own the turn's session; None: it does not say."""
+        session, owned = dispatch.session, stamp.owned
+        if session is None or owned is None:
+            return None
+        owner = self.worker_names.here(owned.unit)
+        return Claimed(session, owner, owned.epoch, owned.version)
 
     def session_of(self, dispatch: Dispatch) -> RoutedSession | None:
         """Return the turn's session, as the router knows it now."""

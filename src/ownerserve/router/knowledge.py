@@ -8,7 +8,8 @@ A session whose turns are done at T while S owns it is handed over: one hand-ove
 at a time, and none again before its next turn ends.
 
     done at T, home is T, S is up and owns ── AskRelease ──> S
-                                 <── ReleaseEnded: released, not_owner: S is not known as owner now
+                                 <── ReleaseEnded: released: S is not known as owner now
+                                                   not_owner: the same, until an answer names it
                                                    kept: S still is; the next turn's end asks again
 """
 
@@ -114,19 +115,60 @@ class Knowledge:
         number of its turns.
         """
         session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
+        known, worker = session.epoch, self._granted(session, event)
+        if worker is not None and (event.epoch != known or session.live_home is None):
+            self._sessions.claim(session, worker)
+        return NOTED
+
+    def answered(self, event: Claimed, now_s: float) -> Noted:
+        """Note whom an answer names as its session's owner: as any such word, and who said that it
+        is none is known as the owner again, for it may have asked the directory since."""
+        session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
+        self._known_again(session, event)
+        return self.claimed(event, now_s)
+
+    def named(self, event: Claimed, now_s: float) -> Noted:
+        """Note such a word of an answer that the session is beyond: it is where that says only if
+        nobody else has it.
+
+        The first word of to whom it was handed over may come before that one knows of it: it is
+        known as the owner with the next answer that names it.
+        """
+        session = self._sessions.touch(self._sessions.resolve(event.session), now_s)
+        is_first_word = session.is_handed_over and event.epoch != session.epoch
+        self._known_again(session, event)
+        worker = self._granted(session, event)
+        if worker is not None and is_first_word:
+            session.grant = None
+        if worker is not None and session.live_home is None:
+            self._sessions.claim(session, worker)
+        return NOTED
+
+    def _known_again(self, session: RoutedSession, event: Claimed) -> None:
+        """Note the owner under the known epoch, where nobody is known as the owner and that one has
+        not handed the session over."""
+        worker, epoch = self._fleet.find(event.unit), session.epoch
+        is_unknown = session.grant is None and not session.is_handed_over
+        if worker is not None and epoch is not None and event.epoch == epoch and is_unknown:
+            session.grant = Grant(worker, worker.life, epoch, event.version)
+
+    def _granted(self, session: RoutedSession, event: Claimed) -> Worker | None:
+        """Note under which epoch the session was granted to whom, and return that worker; None: it
+        is of an earlier life, or a later epoch was heard."""
         worker, epoch, known = self._fleet.find(event.unit), event.epoch, session.epoch
         if worker is None or _is_earlier(epoch, known):
-            return NOTED
+            return None
         version, grant = event.version, session.grant
         if epoch != known:
             session.epoch = epoch = self._sharing_its_term(epoch)
+            session.is_handed_over = False
         elif grant is not None:
             epoch, version = grant.epoch, max(version, grant.version)
-        if epoch != known or grant is not None:  # else it was handed over since
+        if (
+            epoch != known or grant is not None
+        ):  # else it was handed over since, or that one said no
             session.grant = Grant(worker, worker.life, epoch, version)
-        if epoch != known or session.live_home is None:
-            self._sessions.claim(session, worker)
-        return NOTED
+        return worker
 
     def taken_over(self, event: TakenOver, now_s: float) -> Noted:
         """Note that a session moved while no turn of it ran, unless it went elsewhere since."""
@@ -152,7 +194,7 @@ class Knowledge:
             return NOTED
         if session.prefix is not None:
             session.prefix.drop(former, Tier.DEVICE)
-        session.grant = None
+        session.grant, session.is_handed_over = None, True
         self._sessions.disown(session)
         return NOTED
 
@@ -247,3 +289,4 @@ class Handovers:
             return
         assert session is not None
         session.grant = None
+        session.is_handed_over = event.end is ReleaseEnd.RELEASED

@@ -238,13 +238,16 @@ class FirstByte(msgspec.Struct, frozen=True, gc=False):
     themselves. Done without a FirstByte before it says both at once. `mode`: what came of the
     prompt, by the worker's word; of a dispatch that is split and of which no ComputedApart was
     told, any other than remote_prefill says that the worker computed the prompt itself. None: as it
-    was decided.
+    was decided. `claimed`: whom the answer names as the session's owner. Whom the session left by
+    this very turn is no news of where it is, nor is what an answer says that a later turn's has
+    overtaken; another's ownership is.
     """
 
     receipt: Receipt
     status: WorkerLoad | None = None
     answer: Answer = Answer.TURN
     mode: ExecutionMode | None = None
+    claimed: Claimed | None = None
 
 
 class Done(msgspec.Struct, frozen=True, gc=False):

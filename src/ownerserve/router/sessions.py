@@ -204,9 +204,9 @@ class RoutedSession:
 
     __slots__ = (
         "answered_by", "bytes_per_token", "emptied", "epoch", "grant", "heading", "home",
-        "home_life", "idle_since_s", "is_forgotten", "left_at_s", "moved_at_s", "output_tokens",
-        "owner", "owner_life", "pending", "prefix", "prompt_tokens", "seen_at_s", "stem",
-        "stem_tokens", "turns",
+        "home_life", "idle_since_s", "is_forgotten", "is_handed_over", "left_at_s", "moved_at_s",
+        "output_tokens", "owner", "owner_life", "pending", "prefix", "prompt_tokens", "seen_at_s",
+        "stem", "stem_tokens", "turns",
     )  # fmt: skip
 
     def __init__(self, now_s: float) -> None:
@@ -224,6 +224,8 @@ class RoutedSession:
         self.epoch: Epoch | None = None
         """The highest that was heard; `grant` is that one's, until its owner gives it up."""
         self.grant: Grant | None = None
+        self.is_handed_over = False
+        """Whether who had it under `epoch` has given it up: what names that one came late."""
         self.prefix: Prefix | None = None
         self.stem: Prefix | None = None
         self.stem_tokens = 0

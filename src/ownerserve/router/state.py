@@ -9,7 +9,8 @@ randomness.
 | Reported, Gone, Claimed | the dated copy of extents and owners follows | Noted |
 | TakenOver, LeftToStore | the same, of a session of which no turn ran | Noted |
 | Arrive | the policy decides, load is counted, the session's home is there | Dispatch, Refuse |
-| FirstByte | the prefill part of the load comes off; the session's owner is there | Noted |
+| FirstByte | the prefill part of the load comes off; the session's owner is there, | Noted |
+| | unless the answer names another than whom the session left by this turn | |
 | | where it computed itself what was split, the other worker's part comes off whole | |
 | ComputedApart | the prefill part comes off where it was computed apart | Noted |
 | NotComputedApart | the prefill part is counted where the turn decodes | Dispatch, the same |
@@ -371,10 +372,24 @@ class RouterState:
             self.fleet.heard(event.status, now)
             if self.fleet.find(event.status.unit) is live.decision.worker:
                 life = live.decision.worker.life  # who answers may be younger than was known
+        is_behind = event.claimed is not None and self._is_behind(live, event, event.claimed)
         former = None if live.has_answered else self._answered(live, event, life)
+        if event.claimed is not None:
+            hear = self._knowledge.named if is_behind else self._knowledge.answered
+            hear(event.claimed, now)
         if former is None or former.unit is None or live.name is None:
             return NOTED
         return LetGo(live.name, former.unit)
+
+    def _is_behind(self, live: _Live, event: FirstByte, claimed: Claimed) -> bool:
+        """Return whether the session is beyond whom a turn's answer names: it leaves there by this
+        turn, or a later one was answered before."""
+        session, named = live.session, self.fleet.find(claimed.unit)
+        if session is None or named is None or event.answer is Answer.ERROR:
+            return False
+        was_there = session.owner is named and session.owner_life == named.life
+        is_left = was_there and live.decision.worker is not named
+        return is_left or event.receipt < session.answered_by
 
     def _split(self, receipt: Receipt) -> _Live:
         live = self._live.get(receipt)

@@ -110,6 +110,21 @@ def test_nobody_s_ownership_changes(fleet: Fleet) -> None:
     until(lambda: fleet.version(NAME) == 2)
 
 
+def test_an_owner_has_what_a_guest_added_and_computes_it_no_more(fleet: Fleet) -> None:
+    """Its own record stays as its turns left it: what came is cached state."""
+    owner, guest = fleet.workers
+    longer = [*PROMPT, *text(130, seed=8)]
+    serve_at(guest, longer)
+    rest = 416  # the whole blocks of the guest's prompt
+    taken = copied(owner, guest, rest)
+    assert isinstance(taken, PrefixTaken) and taken.tokens == rest and taken.moved_bytes > 0
+    assert fleet.owner(NAME) == owner.unit and fleet.version(NAME) == 1
+    further = [*longer[:rest], *text(40, seed=9)]
+    said = serve_at(owner, further)
+    assert said["cached"] == rest
+    assert_cold(MODEL, further, said)
+
+
 def test_it_is_told_as_resident_to_routers_and_to_the_directory(fleet: Fleet) -> None:
     here, there = fleet.workers
     assert isinstance(copied(there, here), PrefixTaken)

@@ -207,13 +207,20 @@ class Process:
         """All that could be restored is there."""
         serving = self._serving[turn_id]
         if self.node.begin(turn_id):
+            owner = self._named_by(serving)
             for router, receipt, _ in self._callers.get(serving.request, ()):
-                self.world.net.send(partial(router.begun, receipt))
+                self.world.net.send(partial(router.begun, receipt, owner))
             compute_s = self.world.net.rng.uniform(0.0, 0.3)
             self.world.net.after(compute_s, partial(self.deliver, self._ran, turn_id))
             return
         del self._serving[turn_id]
         self._turn_away(serving)
+
+    def _named_by(self, serving: Serving) -> tuple[RoutingUnit, Epoch] | None:
+        """Whom the answer names as the session's owner as it begins."""
+        if serving.grant is not None:
+            return self.unit, serving.grant.epoch
+        return self.guarded.other_owner(serving.client[0]) if self.world.guests_tell else None
 
     def _may_write(self, serving: Serving) -> bool:
         """Whose the session is may have changed since the turn came."""

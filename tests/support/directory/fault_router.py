@@ -155,13 +155,16 @@ class Router:
 
     # ---- what workers answer: perhaps twice, perhaps after it no longer counts
 
-    def begun(self, receipt: Receipt) -> None:
-        """The first byte."""
+    def begun(self, receipt: Receipt, owner: tuple[RoutingUnit, Epoch] | None) -> None:
+        """The first byte. `owner`: whose the session is, and under which epoch, by its word."""
         call = self.calls.get(receipt)
-        if call is not None and not call.has_begun and not self.dead:
-            call.has_begun = True
-            self.state.handle(FirstByte(receipt), self.world.net.now_s)
-            self._look()
+        if call is None or call.has_begun or self.dead:
+            return
+        call.has_begun = True
+        claimed = None if owner is None else Claimed(call.client[0], *owner)
+        self.state.handle(FirstByte(receipt, claimed=claimed), self.world.net.now_s)
+        self._heard_of(call.client[0])
+        self._look()
 
     def answered(
         self, receipt: Receipt, tokens: int, owner: tuple[RoutingUnit, Epoch] | None
@@ -246,14 +249,19 @@ class Router:
             return
         before = self._bound_to(session_id)
         self._tell(Claimed(session_id, owner, epoch))
-        session = self.state.sessions.get(session_id)
-        if session is not None and session.epoch is not None:
-            if session.epoch < self._epochs.setdefault(session_id, session.epoch):
-                raise Violation(f"a router went back to {session.epoch} of {session_id}")
-            self._epochs[session_id] = session.epoch
-            self._seen = later(self._seen, session.epoch)
+        self._heard_of(session_id)
         if self._bound_to(session_id) not in (before, owner, None):
             raise Violation(f"{session_id} went to another than {owner} by a word on it")
+
+    def _heard_of(self, session_id: SessionId) -> None:
+        """Remember the session's epoch: it only grows."""
+        session = self.state.sessions.get(session_id)
+        if session is None or session.epoch is None:
+            return
+        if session.epoch < self._epochs.setdefault(session_id, session.epoch):
+            raise Violation(f"a router went back to {session.epoch} of {session_id}")
+        self._epochs[session_id] = session.epoch
+        self._seen = later(self._seen, session.epoch)
 
     def _bound_to(self, session_id: SessionId) -> RoutingUnit | None:
         session = self.state.sessions.get(session_id)

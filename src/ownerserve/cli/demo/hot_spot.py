@@ -189,11 +189,11 @@ class _Scene:
         self.spot.cached = sum(agent.answers[-1].cached_tokens for agent in agents)
 
     async def _leave(self, agents: Sequence[_Agent]) -> None:
-        """Have a long answer written where most sessions stand, and that worker leave amid it."""
-        [(name, self.spot.settled)] = Counter(agent.at for agent in agents).most_common(1)
-        leaving = self._fleet.workers[name].process
-        writer = next(agent for agent in agents if agent.at == name)
-        self.spot.peer_bytes = peer_bytes(f"http://{name}")
+        """Have a long answer written, of a session where most stand, and the worker that writes it
+        leave amid it: for heat it may be another."""
+        [(crowded, _count)] = Counter(agent.at for agent in agents).most_common(1)
+        writer = next(agent for agent in agents if agent.at == crowded)
+        read_before = {name: peer_bytes(f"http://{name}") for name in self._fleet.workers}
         last_s = time.perf_counter()
 
         def read(answer: TurnAnswer, line: str) -> None:
@@ -204,7 +204,7 @@ class _Scene:
                 self.spot.longest_pause_ms = max(self.spot.longest_pause_ms, pause_ms)
             elif len(answer.tokens) >= LEAVES_AFTER:  # several may come at once
                 self.spot.tokens_before = len(answer.tokens)
-                leaving.send_signal(signal.SIGTERM)
+                self._fleet.workers[answer.worker].process.send_signal(signal.SIGTERM)
             last_s = now_s
             self.spot.moved |= line.startswith(":") and f"{REASON_HEADER}: moved" in line
 
@@ -212,6 +212,9 @@ class _Scene:
         self.spot.tokens = len(answer.tokens)
         if not self.spot.tokens_before:
             return  # it was not told to: the answer says why
+        name = writer.at
+        self.spot.settled = sum(agent.at == name for agent in agents)
+        leaving = self._fleet.workers[name].process
         until_s = time.monotonic() + 2 * LEAVE_S
         while (code := leaving.poll()) is None and time.monotonic() < until_s:
             await asyncio.sleep(POLL_S)
@@ -219,7 +222,8 @@ class _Scene:
         if code is None:
             self.spot.errors.append(f"{name} was told to leave, and has not ended")
         others = [other for other in self._fleet.workers if other != name]
-        self.spot.peer_bytes += sum(peer_bytes(f"http://{other}") for other in others)
+        read_after = sum(peer_bytes(f"http://{other}") for other in others)
+        self.spot.peer_bytes = read_before[name] + read_after
 
     async def again(self, script: Script) -> None:
         """Ask for what `script` says, one after the other."""

@@ -239,10 +239,15 @@ class GuardedOwner:
         self._idle.used(session_id, now_s)
         return self.owner.want(session_id, now_s)
 
-    def left(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
-        """Note that a turn of the session has ended here, and left it at `tip`."""
+    def served(self, session_id: SessionId, now_s: float) -> None:
+        """Note that a turn of the session has ended here; it may be ours after that, by a word that
+        nobody tells us."""
         self._recent.add(session_id, now_s)
         self._idle.used(session_id, now_s)
+
+    def left(self, session_id: SessionId, tip: SessionTip, now_s: float) -> Asks:
+        """Note that a turn of the session has ended here, and left it at `tip`."""
+        self.served(session_id, now_s)
         return self.owner.finished(session_id, tip, now_s)
 
     def over(self, session_id: SessionId, now_s: float) -> Asks:

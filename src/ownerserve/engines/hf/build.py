@@ -42,7 +42,7 @@ from ownerserve.kv.messages import RoutingUnit
 from ownerserve.kv.specs import Coverage
 from ownerserve.kv.wire.curve import FleetKey
 from ownerserve.node.ownership.inventory import kinds_of
-from ownerserve.node.ownership.keeping import ask_whose
+from ownerserve.node.ownership.keeping import Staying
 from ownerserve.node.ownership.ownership import Ownership, Owning, Unowned
 from ownerserve.node.retention.policy import policy_of
 from ownerserve.node.runtime.node_runtime import Calibration, NodeRuntime
@@ -108,8 +108,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 class HfWorker(msgspec.Struct, frozen=True):
     """An `HfWorker` is everything that a server needs; `sizes` is for people. `prefixes` makes the
     digests of prompts as they are read: for the answer's coverage, and for a node. Between two
-    steps `ask_whose` has the directory asked as it begins to leave, and `is_needed` tells whether
-    anything here still is."""
+    steps `leave` hears that it begins to leave, and `is_needed` tells whether anything here still
+    is: a turn, a lend, a session that has not gone elsewhere."""
 
     engine: AsyncEngine
     codec: ChatCodec
@@ -119,7 +119,7 @@ class HfWorker(msgspec.Struct, frozen=True):
     prefixes: PromptPrefixes
     ownership: Owning = msgspec.field(default_factory=Unowned)
     transfers: NodeTransfers | None = None
-    ask_whose: Callable[[], object] = bool
+    leave: Callable[[], object] = bool
     is_needed: Callable[[], object] = bool
 
 
@@ -180,8 +180,15 @@ def build_worker(options: WorkerOptions) -> HfWorker:
         steps.own(ownership)
     engine, prefixes = AsyncEngine(steps), PromptPrefixes(facts.block_tokens)
     owning = steps.ownership
-    leaving = partial(ask_whose, cache.sessions, owning), steps.is_needed
+    leaving = _leaving(steps, Staying(cache.sessions, owning, time.monotonic))
     return HfWorker(engine, codec, facts, metrics, sizes, prefixes, owning, transfers, *leaving)
+
+
+def _leaving(
+    steps: StepLoop, staying: Staying
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return what hears that the worker begins to leave, and what tells whether it is needed."""
+    return staying.begin, lambda: steps.is_serving() or staying.is_wanted()
 
 
 def _in_steps(options: WorkerOptions, limits: SchedulerLimits) -> WorkerOptions:

@@ -458,7 +458,10 @@ class Ownership:
             case TurnCame(session, parent, epoch):
                 return self._guarded.came(session, now_s, parent=parent, epoch=epoch)
             case TurnLeft(session):
-                return [] if tip is None else self._guarded.left(session, tip, now_s)
+                if tip is not None:
+                    return self._guarded.left(session, tip, now_s)
+                self._guarded.served(session, now_s)
+                return []
             case _MovedHere(session, epoch):
                 return self._guarded.moved_here(session, now_s, epoch=epoch)
             case SessionLeft(session):

@@ -39,6 +39,7 @@ from ownerserve.kv.wire.rpc import (
     TakePrefix,
     TokensAre,
 )
+from ownerserve.node.restore.coming import ANY_TOKEN
 from ownerserve.node.transfers.lenders import OnEngine
 from ownerserve.node.transfers.lending import tokens_to_lend
 from ownerserve.node.transfers.state_brings import (
@@ -124,8 +125,9 @@ class PrefixTakes:
         return PrefixTaken(tokens, came.loaded_bytes)
 
     def _tell(self, session_id: SessionId, hashed: HashedPrefix) -> int:
-        """Have the replica told of, on the engine's thread, unless the session's own turns left
-        more here. Return how many of its tokens a turn could go on from."""
+        """Have the replica told of, on the engine's thread, unless turns of the session were served
+        here: then its record stays as they left it, and what came is cached state alone. Return how
+        many of the session's tokens a turn could go on from."""
         sessions, layout = self._cache.sessions, self._cache.layout
         known = sessions.get(session_id)
         is_served_here = known is not None and (known.version > 0 or known.running > 0)
@@ -135,4 +137,6 @@ class PrefixTakes:
             if self._cache.install(there, time.monotonic()) is None:
                 sessions.let_go(session_id)  # it goes on elsewhere
                 self._node.came(PrefixCame(session_id, hashed))
-        return restorable_tokens(sessions.get(session_id), layout)
+        points = self._cache.match(hashed.tokens + ANY_TOKEN).points
+        here = max((point.position for point in points if not point.lacks), default=0)
+        return max(here, restorable_tokens(sessions.get(session_id), layout))

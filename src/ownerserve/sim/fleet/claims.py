@@ -2,7 +2,7 @@
 real fleets do.
 
     a session without a place to go to ── FindSession ──> directory ──> Claimed
-    first byte: the answer's line says who owns, under which epoch ───> Claimed
+    first byte: the answer's line says who owns, under which epoch ───> FirstByte
     AskRelease, by RouterState ── ReleaseSession ──> the owner: lets go, hands over ──> ReleaseEnded
 
 Decides nothing: RouterState hears and asks, the owner refuses while a turn of the session is there.
@@ -60,11 +60,9 @@ class Claims:
         known = self._router.sessions.get(session)
         return None if known is None else known.epoch
 
-    def began(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
-        """Tell the router whom a worker's answer, as it begins, names as the session's owner."""
-        claimed = self._ownership.owner_of(session, unit, now)
-        if claimed is not None:
-            self._router.handle(claimed, now)
+    def named(self, session: SessionId, unit: RoutingUnit, now: float) -> Claimed | None:
+        """Return whom a worker's answer, as it begins, names as the session's owner."""
+        return self._ownership.owner_of(session, unit, now)
 
     def let_go(self, wanted: LetGo, now: float) -> None:
         """Ask the session's former worker to let its cached state go first."""

@@ -334,10 +334,11 @@ class SimFleet:
         self.clients.answered(live.turn)
         status = gauge.status(live.worker, now)
         gateway = live.gateway
-        moved = gateway.router.handle(FirstByte(live.dispatch.receipt, status), now)
+        claimed = gateway.claims.named(live.turn.name, live.worker.unit, now)
+        first_byte = FirstByte(live.dispatch.receipt, status, claimed=claimed)
+        moved = gateway.router.handle(first_byte, now)
         if isinstance(moved, LetGo):
             gateway.claims.let_go(moved, now)
-        gateway.claims.began(live.turn.name, live.worker.unit, now)
         self._report(live, now)
 
     def _report(self, live: LiveTurn, now: float) -> None:

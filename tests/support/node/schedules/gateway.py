@@ -98,6 +98,22 @@ class _Rollout:
         return Arm.MAIN
 
 
+class _Finder:
+    """What `SessionFinder` is to a gateway's `Rests`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def owner_of(self, session: SessionId) -> RoutingUnit | None:
+        found: asyncio.Future[SessionIs] = self._gateway.world.loop.create_future()
+        self._gateway.find(session, lambda said: None if found.done() else found.set_result(said))
+        try:
+            said = await asyncio.wait_for(found, LOOK_UP_S)
+        except TimeoutError:
+            return None
+        return said.owner if said.owner_live else None
+
+
 class Gateway:
     """One life of it. To `Moves` it is its `Turns`."""
 
@@ -105,7 +121,7 @@ class Gateway:
         self.world, self.number = world, number
         self.is_dead = False
         self.state = RouterState(make_policy(world.draw.choice(POLICIES)))
-        self.rollout = _Rollout()
+        self.rollout, self.finder = _Rollout(), _Finder(self)
         self.lines = WorkerLines(key=cast(FleetKey, self))  # they say by it whose they are
         self.worker_names = WorkerNames()
         self.releasing = Releasing(self.lines, self.worker_names, tell=self.told)
@@ -347,15 +363,23 @@ class Gateway:
             self._go(call.session, call.prompt, call.answer, Failed(receipt, failure))
 
     def _look_up(self, session: SessionId) -> None:
-        def said(outcomes: list[Any]) -> None:
+        def said(found: SessionIs) -> None:
+            self.told(Claimed(session, found.owner, found.epoch, found.version))
+
+        self.find(session, said)
+
+    def find(self, session: SessionId, said: Callable[[SessionIs], None]) -> None:
+        """Ask the directory for a session's record, if it has one: `said` hears of it."""
+
+        def heard(outcomes: list[Any]) -> None:
             found = outcomes[0]
             if isinstance(found, SessionIs) and not self.is_dead:
-                self.told(Claimed(session, found.owner, found.epoch, found.version))
+                said(found)
 
         network, asked = self.world.network, FindSession(session, self._seen)
         network.send(
             lambda: self.world.directory.arrives(
-                [asked], lambda outcomes: network.send(lambda: said(outcomes))
+                [asked], lambda outcomes: network.send(lambda: heard(outcomes))
             )
         )
 

@@ -34,6 +34,7 @@ from ownerserve.kv.wire.rpc import (
     Said,
     StopTurn,
     Take,
+    TakePrefix,
 )
 from ownerserve.node.admission import Admission
 from ownerserve.node.ownership.ownership import TurnCame, TurnLeft
@@ -237,6 +238,8 @@ class MovingNode(SimNode):
                 return self._run(self.moving_turns.coming.take(request, self))
             case Take():
                 return self._run(self.takes.take(request, self))
+            case TakePrefix():
+                return self._run(self.prefix_takes.take(request, self))
             case StopTurn():
                 return self._run(self.moving_turns.leaving.send(request, self))
             case MoveTurn():

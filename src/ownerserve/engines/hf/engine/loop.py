@@ -92,7 +92,6 @@ from ownerserve.kv.wire.rpc import (
 )
 from ownerserve.kv.wire.status import WorkerLoad
 from ownerserve.node.ownership.inventory import Inventory
-from ownerserve.node.ownership.keeping import keeps_worker
 from ownerserve.node.ownership.ownership import Owning, SessionLeft, TurnCame, TurnLeft, Unowned
 from ownerserve.node.ownership.taking_over import take_over
 from ownerserve.node.runtime.busy import BusyMeter
@@ -276,13 +275,9 @@ class StepLoop:
         """Compute prompts for other workers too; call it before `run`."""
         self._prefills = prefills
 
-    def is_needed(self) -> bool:
-        """Return whether anything here is: a turn, a lend, a session that has not gone elsewhere;
-        called on the engine's thread."""
-        cache, now = self._cache, time.monotonic()
-        if self._live or len(cache.lends) > 0:
-            return True
-        return any(keeps_worker(session, self.ownership, now) for session in cache.sessions)
+    def is_serving(self) -> bool:
+        """Return whether a turn is here, or a peer reads; called on the engine's thread."""
+        return bool(self._live) or len(self._cache.lends) > 0
 
     def _prefill_wait_s(self) -> float | None:
         due_s = self._prefills.next_due()
