@@ -156,6 +156,8 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     for index in setup.worker_order or range(setup.workers):
         worker = fleet.workers[index]
         fleet.join(worker, _profile(setup, worker, pace, speed), heap.now)
+    if setup.gap_moves == "granted":
+        fleet.move_in_gaps()
     action = unmet(policies[0], routers[0].fleet.candidates(None))
     if action is not None:
         raise lacking(setup.policy, action, setup.workers)

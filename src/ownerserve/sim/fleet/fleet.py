@@ -47,8 +47,10 @@ from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.fleet import gauge
 from ownerserve.sim.fleet.accounts import Accounts, LiveTurn
 from ownerserve.sim.fleet.clients import Clients
+from ownerserve.sim.fleet.gap_moves import SimGapMoves
 from ownerserve.sim.fleet.gateway import SimGateway
 from ownerserve.sim.fleet.ownership import SimOwnership
+from ownerserve.sim.fleet.takes import SimTakes
 from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.rows import NO_WORKER, Rows, TurnRow
 from ownerserve.sim.oracle.horizon import Foresight
@@ -104,6 +106,7 @@ class SimFleet:
         self._transfers = transfers
         self._named: dict[WorkerId, SimWorker] = {}
         self._accounts = Accounts(self.workers, self.counters)
+        self._takes = SimTakes(transfers, ownership)
         self._live: dict[TurnId, LiveTurn] = {}
         self._apart: dict[TurnId, LiveTurn] = {}
         self._coming = 0  # releases on the heap
@@ -138,6 +141,18 @@ class SimFleet:
         self.ownership.silent(worker.unit)
         worker.crash(now)
         self._transfers.room_at(worker, now)  # nobody waits for room at the dead
+
+    def move_in_gaps(self) -> None:
+        """Have each gateway grant moves between turns from now on, and replicas of hot prefixes."""
+        for gateway in self.gateways:
+            gateway.gaps = SimGapMoves(
+                self._heap,
+                gateway.router,
+                self._takes,
+                named=self._named,
+                accounts=self._accounts,
+                delay_s=self.ownership.delay_s,
+            )
 
     def back(self, worker: SimWorker, now: float) -> None:
         """Bring the worker up again, in its next life."""
@@ -264,6 +279,8 @@ class SimFleet:
         decision, turn = live.dispatch.decision, live.turn
         live.decided_s = live.row.routed_s = now
         live.row.action = decision.action
+        if live.gateway.gaps is not None:
+            live.gateway.gaps.sent(live.dispatch, now)
         if self.foresight is not None:
             self.foresight.runs_at(turn, live.worker)
         source = None if decision.source is None else decision.source.worker
@@ -500,6 +517,7 @@ class SimFleet:
         """Bring the counters of all workers together, once, at the end."""
         counters = self.counters
         counters.sessions_released = self._workload.sessions
+        counters.in_gaps.moved_bytes = self._takes.moved_bytes
         for worker in self.workers:
             gauge.tally(worker, counters)
 

@@ -16,14 +16,22 @@ from functools import partial
 
 from ownerserve.directory.decisions.records import Key
 from ownerserve.directory.decisions.state import DirectoryState
-from ownerserve.directory.messages import FindSession, Outcome, Refused, Request, SessionIs
+from ownerserve.directory.messages import (
+    FindSession,
+    Outcome,
+    Refused,
+    Request,
+    SessionIs,
+    Transfer,
+)
 from ownerserve.directory.owner.doors import GuardedOwner
 from ownerserve.directory.owner.state import Asks, OwnerState, SessionGrant, SessionTip
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.node.ownership.ownership import FLUSH_S
+from ownerserve.kv.wire.rpc import HandOver, Moved, Reject
+from ownerserve.node.ownership.ownership import FLUSH_S, end_of_move
 from ownerserve.router.knowledge import end_of
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.timeline.heap import Heap
@@ -41,18 +49,22 @@ SWEEP_RECORDS = 500
 """So many are looked at so often. What a sweep cleans up has been silent for a day."""
 
 Found = Callable[[Claimed | None, float], None]
+MoveTold = Callable[[Moved | Reject], None]
+"""Hears what came of a hand-over."""
 
 
 class _Node:
     """A node is one life of a worker, and what it will ask with its next frame."""
 
-    __slots__ = ("asks", "guarded", "is_asking", "owner")
+    __slots__ = ("asks", "guarded", "is_asking", "moving", "owner")
 
     def __init__(self, unit: RoutingUnit) -> None:
         self.owner = OwnerState(unit)
         self.guarded = GuardedOwner(self.owner)
         self.asks: Asks = []
         self.is_asking = False
+        self.moving: dict[SessionId, MoveTold] = {}
+        """Who hears of each session that is handed over to who has its state."""
 
 
 class SimOwnership:
@@ -137,6 +149,40 @@ class SimOwnership:
         self._send(node, leaving, now)
         return ReleaseEnd.RELEASED
 
+    # -- a session that moves -------------------------------------------------------------------
+
+    def other_owner(self, session: SessionId, unit: RoutingUnit) -> RoutingUnit | None:
+        """Return who else owns the session, as far as the worker's node has heard."""
+        node = self._nodes.get(unit)
+        other = None if node is None else node.guarded.other_owner(session)
+        return None if other is None else other[0]
+
+    def hand_over(
+        self, unit: RoutingUnit, asked: HandOver, told: MoveTold, now: float
+    ) -> Reject | None:
+        """Give the session up to its target, as node.ownership does: it is not the worker's at
+        once. `told` hears when the directory has answered. Else return why it stays."""
+        node = self._nodes.get(unit)
+        if node is None or asked.epoch is None:
+            return Reject(WorkerRefusal.STALE_EPOCH)
+        grant = node.owner.grants.get(asked.session_id)
+        if grant is not None and grant.epoch == asked.epoch and grant.version != asked.version:
+            return Reject(WorkerRefusal.STALE_VERSION)
+        leaving = node.guarded.release(asked.session_id, asked.epoch, asked.target, now_s=now)
+        if isinstance(leaving, WorkerRefusal):
+            return Reject(leaving)
+        node.moving[asked.session_id] = told
+        self._send(node, leaving, now)
+        return None
+
+    def moved_here(
+        self, session: SessionId, unit: RoutingUnit, epoch: Epoch | None, now: float
+    ) -> None:
+        """Have the worker's node ask for a session that may be its own now."""
+        node = self._nodes.get(unit)
+        if node is not None:
+            self._send(node, node.guarded.moved_here(session, now, epoch=epoch), now)
+
     # -- a gateway ------------------------------------------------------------------------------
 
     def find(self, session: SessionId, then: Found, now: float) -> None:
@@ -207,6 +253,8 @@ class SimOwnership:
             if isinstance(outcome, Refused):
                 again_s = max(again_s, outcome.retry_after_s or AGAIN_S)
             node.asks += node.guarded.answered(ask, outcome, now)
+            if isinstance(ask.request, Transfer):
+                _tell_moved(node, ask.request, outcome)
         if node.asks:
             self._arm(node, now)  # what answers ask for goes at once
         if again_s:
@@ -230,6 +278,8 @@ class SimOwnership:
     def _look_at(self, node: _Node, now: float) -> None:
         """Send what is due or was not answered, as an idle worker does."""
         self._send(node, node.owner.tick(now), now)
+        for session in node.moving.keys() - node.owner.leaving() if node.moving else ():
+            node.moving.pop(session)(Reject(WorkerRefusal.NO_ANSWER))  # its lease is over
 
     def _sweep(self, now: float) -> None:
         if not self._to_sweep:
@@ -243,3 +293,11 @@ class SimOwnership:
         """Return the directory's next term. One directory alone needs no nonce: ordinals tell its
         memories apart."""
         return Term(self.state.term.ordinal + 1, 0)
+
+
+def _tell_moved(node: _Node, request: Transfer, outcome: Outcome) -> None:
+    """Tell who waits for a hand-over what the directory said, once it is decided."""
+    said = end_of_move(request, outcome)
+    told = None if said is None else node.moving.pop(request.session_id, None)
+    if said is not None and told is not None:
+        told(said)
