@@ -106,7 +106,7 @@ class SimFleet:
         self._transfers = transfers
         self._named: dict[WorkerId, SimWorker] = {}
         self._accounts = Accounts(self.workers, self.counters)
-        self._takes = SimTakes(transfers, ownership)
+        self.takes = SimTakes(transfers, ownership)
         self._live: dict[TurnId, LiveTurn] = {}
         self._apart: dict[TurnId, LiveTurn] = {}
         self._coming = 0  # releases on the heap
@@ -148,7 +148,7 @@ class SimFleet:
             gateway.gaps = SimGapMoves(
                 self._heap,
                 gateway.router,
-                self._takes,
+                self.takes,
                 named=self._named,
                 accounts=self._accounts,
                 delay_s=self.ownership.delay_s,
@@ -517,7 +517,7 @@ class SimFleet:
         """Bring the counters of all workers together, once, at the end."""
         counters = self.counters
         counters.sessions_released = self._workload.sessions
-        counters.in_gaps.moved_bytes = self._takes.moved_bytes
+        counters.in_gaps.moved_bytes = self.takes.moved_bytes
         for worker in self.workers:
             gauge.tally(worker, counters)
 
