@@ -47,7 +47,6 @@ from ownerserve.sim.engine.sequence import SimSequence, sequence_of
 from ownerserve.sim.fleet import gauge
 from ownerserve.sim.fleet.accounts import Accounts, LiveTurn
 from ownerserve.sim.fleet.clients import Clients
-from ownerserve.sim.fleet.gap_moves import SimGapMoves
 from ownerserve.sim.fleet.gateway import SimGateway
 from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.fleet.takes import SimTakes
@@ -104,8 +103,8 @@ class SimFleet:
         self._heap = heap
         self._workload = workload
         self._transfers = transfers
-        self._named: dict[WorkerId, SimWorker] = {}
-        self._accounts = Accounts(self.workers, self.counters)
+        self.named: dict[WorkerId, SimWorker] = {}
+        self.accounts = Accounts(self.workers, self.counters)
         self.takes = SimTakes(transfers, ownership)
         self._live: dict[TurnId, LiveTurn] = {}
         self._apart: dict[TurnId, LiveTurn] = {}
@@ -125,7 +124,7 @@ class SimFleet:
     def join(self, worker: SimWorker, profile: Profile | None, now: float) -> None:
         """Tell gateways and the directory that a worker is up. `profile` None: as in its former
         life."""
-        self._named[worker.name] = worker
+        self.named[worker.name] = worker
         for gateway in self.gateways:
             gateway.up(worker, profile, now)
         self.ownership.lives(worker.unit, now)
@@ -141,18 +140,6 @@ class SimFleet:
         self.ownership.silent(worker.unit)
         worker.crash(now)
         self._transfers.room_at(worker, now)  # nobody waits for room at the dead
-
-    def move_in_gaps(self) -> None:
-        """Have each gateway grant moves between turns from now on, and replicas of hot prefixes."""
-        for gateway in self.gateways:
-            gateway.gaps = SimGapMoves(
-                self._heap,
-                gateway.router,
-                self.takes,
-                named=self._named,
-                accounts=self._accounts,
-                delay_s=self.ownership.delay_s,
-            )
 
     def back(self, worker: SimWorker, now: float) -> None:
         """Bring the worker up again, in its next life."""
@@ -262,7 +249,7 @@ class SimFleet:
         return True
 
     def _at(self, worker: Worker) -> SimWorker:
-        return self._named[worker.id]
+        return self.named[worker.id]
 
     def _sequence(self, turn: SimTurn) -> SimSequence:
         """Return the sequence of a try of the turn, under a name of its own."""
@@ -317,7 +304,7 @@ class SimFleet:
         moves = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
         if brought.landing is TransferOutcome.LOST:
             if moves:
-                self._accounts.gave_up(live, now)
+                self.accounts.gave_up(live, now)
             self._lost(live, now, reason=UnservedReason.ENGINE_ERROR)
             return
         self._waited(live, brought, now)
@@ -325,7 +312,7 @@ class SimFleet:
             live.landed_s = now
             live.mode = ExecutionMode.MIGRATE if moves else ExecutionMode.FETCH
         elif moves and brought.landing is not TransferOutcome.NOTHING_TO_BRING:
-            self._accounts.gave_up(live, now)
+            self.accounts.gave_up(live, now)
         self._submit(live, now)
 
     def _is_over(self, live: LiveTurn) -> bool:
@@ -383,7 +370,7 @@ class SimFleet:
         live = self._live.pop(sequence.turn_id)
         turn, row = live.turn, live.row
         self._left(live, now)
-        self._accounts.served(live, now)
+        self.accounts.served(live, now)
         usage = Usage(turn.prompt_tokens, turn.output_tokens, row.cached_tokens)
         gateway = live.gateway
         known = gateway.router.sessions.get(turn.name)
@@ -395,7 +382,7 @@ class SimFleet:
         if isinstance(wanted, AskRelease):
             source = wanted.source
             gateway.claims.ask(wanted, now)
-        self._accounts.left(live, now, released=source)
+        self.accounts.left(live, now, released=source)
         self._end(turn, row)
         self._over(turn, self._workload.finished(turn, now), now)
         self._transfers.room_at(live.worker, now)
@@ -507,7 +494,7 @@ class SimFleet:
         if self._workload.ended > len(self.counters.completed):
             self.counters.completed.append(turn.session)
         if turn.is_last:
-            self._accounts.ended(turn.name)
+            self.accounts.ended(turn.name)
         self.gateway_of(turn).admission.ended(turn, now)
         self._release_all(releases)
         if not self.is_busy:

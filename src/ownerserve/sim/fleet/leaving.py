@@ -8,38 +8,44 @@ from concurrent.futures import Future
 
 from ownerserve.directory.owner.state import SessionGrant
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import Epoch, RoutingUnit
+from ownerserve.kv.messages import Epoch
 from ownerserve.kv.prefix import HashedPrefix
+from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import HandOver, Moved, Reject, Released, RpcAnswer
 from ownerserve.node.transfers.moves import LeavingSessions
+from ownerserve.router.messages import Claimed
 from ownerserve.sim.fleet import gauge
 from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.worker.worker import SimWorker
 
 
 class _Owner:
-    """The owner is the present life of a worker, as node.transfers.moves.MovingOwner."""
+    """The owner is one life of a worker, as node.transfers.moves.MovingOwner."""
 
     def __init__(self, worker: SimWorker, ownership: SimOwnership) -> None:
         self._heap = worker.heap
         self._unit = worker.unit
         self._ownership = ownership
+        self._node = ownership.nodes.get(worker.unit)
 
     def standing(self, session: SessionId) -> SessionGrant | None:
         """Return what is owned of the session now."""
         return self._ownership.standing(session, self._unit, self._heap.now)
 
-    def owner_of(self, session: SessionId) -> RoutingUnit | None:
-        """Return who else owns the session, as far as was heard."""
-        return self._ownership.other_owner(session, self._unit)
+    def owner_of(self, session: SessionId) -> Claimed | None:
+        """Return who owns the session, as far as was heard."""
+        return self._ownership.owner_of(session, self._unit, self._heap.now)
 
     def hand_over(self, asked: HandOver, told: Callable[[Moved | Reject], None]) -> Reject | None:
         """Give the session up to its target; else return why it stays."""
-        return self._ownership.hand_over(self._unit, asked, told, self._heap.now)
+        if self._node is None:
+            return Reject(WorkerRefusal.NOT_OWNER)
+        return self._node.hand_over(asked, told, self._heap.now)
 
     def moved_here(self, session: SessionId, epoch: Epoch | None) -> None:
         """Ask for a session that may be this unit's now."""
-        self._ownership.moved_here(session, self._unit, epoch, self._heap.now)
+        if self._node is not None:
+            self._node.moved_here(session, epoch, self._heap.now)
 
 
 class _Engine:

@@ -25,7 +25,7 @@ import msgspec
 from ownerserve.cache.outcomes import Install
 from ownerserve.cache.sessions import restorable_tokens
 from ownerserve.kv.ids import SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import Epoch, RoutingUnit
 from ownerserve.kv.prefix import TOKEN_BYTES, HashedPrefix, Packed
 from ownerserve.kv.wire.refusals import WorkerRefusal
 from ownerserve.kv.wire.rpc import (
@@ -176,9 +176,9 @@ class SimTakes:
         self._network.say(target.host, source.host, asked, now)
 
     def _silent(self, take: _Take, now: float) -> None:
-        stands, unit = take.stands, take.lives[1]
+        stands = take.stands
         if stands is not None and stands.epoch is not None:  # it may be ours
-            self._ownership.moved_here(take.session, unit, None, now)
+            self._may_be_ours(take, None, now)
         self._end(take, Reject(WorkerRefusal.NO_ANSWER), now)
 
     # -- where it stands, and what is there of it ----------------------------------------------
@@ -279,7 +279,7 @@ class SimTakes:
         assert take.stands is not None
         target, stands = take.target, take.stands
         if moved.epoch is not None:
-            self._ownership.moved_here(take.session, take.lives[1], moved.epoch, now)
+            self._may_be_ours(take, moved.epoch, now)
         hashed = _hashed(target, take.tokens)
         known = target.cache.sessions.get(take.session)
         is_whole = len(take.tokens) == stands.sealed_tokens * TOKEN_BYTES > 0
@@ -290,6 +290,12 @@ class SimTakes:
                 target.machine.node.handle(SessionCame(take.session, hashed), now)
         taken = SessionTaken(stands.version, self._depth(take), moved.epoch)
         self._end(take, taken, now)
+
+    def _may_be_ours(self, take: _Take, epoch: Epoch | None, now: float) -> None:
+        """Have the target ask the directory whose the session is."""
+        node = self._ownership.nodes.get(take.lives[1])
+        if node is not None:
+            node.moved_here(take.session, epoch, now)
 
     def _copied(self, take: _Take, now: float) -> None:
         """Have the replica told of, unless the session's own turns left more here."""
