@@ -33,6 +33,7 @@ from ownerserve.sim.engine.engine import SimEngine
 from ownerserve.sim.engine.pace import Pace, load_pace, load_pace_file
 from ownerserve.sim.fleet.admission import SimAdmissionQueue
 from ownerserve.sim.fleet.fleet import SimFleet
+from ownerserve.sim.fleet.gap_moves import SimGapMoves
 from ownerserve.sim.fleet.gateway import SimGateway
 from ownerserve.sim.fleet.ownership import SimOwnership
 from ownerserve.sim.fleet.told import ResidencyNews
@@ -156,6 +157,16 @@ def build(workload: WorkloadDriver, setup: SimSetup, parts: BaselineParts = PROD
     for index in setup.worker_order or range(setup.workers):
         worker = fleet.workers[index]
         fleet.join(worker, _profile(setup, worker, pace, speed), heap.now)
+    if setup.gap_moves == "granted":
+        for gateway in fleet.gateways:
+            gateway.gaps = SimGapMoves(
+                heap,
+                gateway.router,
+                fleet.takes,
+                named=fleet.named,
+                accounts=fleet.accounts,
+                delay_s=ownership.delay_s,
+            )
     action = unmet(policies[0], routers[0].fleet.candidates(None))
     if action is not None:
         raise lacking(setup.policy, action, setup.workers)

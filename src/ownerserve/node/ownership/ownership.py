@@ -509,7 +509,7 @@ class Ownership:
         elif isinstance(outcome, Leased) and outcome.memory != self._memory:
             self._memory = outcome.memory
             self.publishing.forgotten()
-        elif isinstance(request, Transfer) and (said := _end_of(request, outcome)) is not None:
+        elif isinstance(request, Transfer) and (said := end_of_move(request, outcome)) is not None:
             with self._lock:
                 told = self._moving.pop(request.session_id, None)
             if told is not None:
@@ -574,7 +574,7 @@ def _with_parents(told: Sequence[Told]) -> list[Told]:
     ]
 
 
-def _end_of(request: Transfer, outcome: Outcome) -> Moved | Reject | None:
+def end_of_move(request: Transfer, outcome: Outcome) -> Moved | Reject | None:
     """Return what the target of a hand-over hears once the directory has answered; None: nothing is
     decided yet, and it is asked again."""
     if is_for_later(outcome) or is_ahead(request, outcome):

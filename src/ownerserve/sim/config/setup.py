@@ -93,6 +93,8 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens       tokens of prefill and decode in one engine step
     running           sequences that an engine runs at once
     longest_fold      decode steps in one event at most; 1 simulates every step
+    gap_moves         whether gateways have idle sessions moved, and hot prefixes copied, between
+                      turns where a decision wanted it: granted, or never
     transfer_s        after so long without room a transfer is given up
     cache_policy      eviction order on the device (cache.policies)
     abilities         what engines may do: ideal, or what hf, vllm or vllm-replay workers state
@@ -122,6 +124,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int = 8192
     running: int = 256
     longest_fold: int = FOLD_MAX
+    gap_moves: Literal["granted", "never"] = "granted"
     transfer_s: float = 30.0
     cache_policy: str = DEFAULT_EVICTION
     abilities: EngineAbilities = "ideal"

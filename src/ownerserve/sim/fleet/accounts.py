@@ -67,6 +67,23 @@ class Accounts:
             self._moved(live, released, now)
         self._place(live)
 
+    def moved_in_gap(self, conversation: SessionId, source: SimWorker, target: SimWorker) -> None:
+        """Book that an idle session went elsewhere: its source keeps nothing for it."""
+        known = self._conversations.get(conversation)
+        if known is not None:
+            known.served_by.discard(source.index)
+            known.served_by.add(target.index)
+
+    def gap_move_ended(self, end: str) -> None:
+        """Count how a move between turns ended."""
+        moves = self._counters.in_gaps.moves
+        moves[end] = moves.get(end, 0) + 1
+
+    def replica_ended(self, end: str) -> None:
+        """Count how the copying of a hot prefix ended."""
+        replicas = self._counters.in_gaps.replicas
+        replicas[end] = replicas.get(end, 0) + 1
+
     def ended(self, conversation: SessionId) -> None:
         """Forget a conversation of which no later turn will come."""
         self._conversations.pop(conversation, None)

@@ -49,6 +49,7 @@ from ownerserve.sim.fleet.accounts import Accounts, LiveTurn
 from ownerserve.sim.fleet.clients import Clients
 from ownerserve.sim.fleet.gateway import SimGateway
 from ownerserve.sim.fleet.ownership import SimOwnership
+from ownerserve.sim.fleet.takes import SimTakes
 from ownerserve.sim.metrics.counters import FleetCounters
 from ownerserve.sim.metrics.rows import NO_WORKER, Rows, TurnRow
 from ownerserve.sim.oracle.horizon import Foresight
@@ -102,8 +103,9 @@ class SimFleet:
         self._heap = heap
         self._workload = workload
         self._transfers = transfers
-        self._named: dict[WorkerId, SimWorker] = {}
-        self._accounts = Accounts(self.workers, self.counters)
+        self.named: dict[WorkerId, SimWorker] = {}
+        self.accounts = Accounts(self.workers, self.counters)
+        self.takes = SimTakes(transfers, ownership)
         self._live: dict[TurnId, LiveTurn] = {}
         self._apart: dict[TurnId, LiveTurn] = {}
         self._coming = 0  # releases on the heap
@@ -122,7 +124,7 @@ class SimFleet:
     def join(self, worker: SimWorker, profile: Profile | None, now: float) -> None:
         """Tell gateways and the directory that a worker is up. `profile` None: as in its former
         life."""
-        self._named[worker.name] = worker
+        self.named[worker.name] = worker
         for gateway in self.gateways:
             gateway.up(worker, profile, now)
         self.ownership.lives(worker.unit, now)
@@ -247,7 +249,7 @@ class SimFleet:
         return True
 
     def _at(self, worker: Worker) -> SimWorker:
-        return self._named[worker.id]
+        return self.named[worker.id]
 
     def _sequence(self, turn: SimTurn) -> SimSequence:
         """Return the sequence of a try of the turn, under a name of its own."""
@@ -264,6 +266,8 @@ class SimFleet:
         decision, turn = live.dispatch.decision, live.turn
         live.decided_s = live.row.routed_s = now
         live.row.action = decision.action
+        if live.gateway.gaps is not None:
+            live.gateway.gaps.sent(live.dispatch, now)
         if self.foresight is not None:
             self.foresight.runs_at(turn, live.worker)
         source = None if decision.source is None else decision.source.worker
@@ -300,7 +304,7 @@ class SimFleet:
         moves = live.dispatch.decision.action is PlacementAction.STATE_MIGRATION
         if brought.landing is TransferOutcome.LOST:
             if moves:
-                self._accounts.gave_up(live, now)
+                self.accounts.gave_up(live, now)
             self._lost(live, now, reason=UnservedReason.ENGINE_ERROR)
             return
         self._waited(live, brought, now)
@@ -308,7 +312,7 @@ class SimFleet:
             live.landed_s = now
             live.mode = ExecutionMode.MIGRATE if moves else ExecutionMode.FETCH
         elif moves and brought.landing is not TransferOutcome.NOTHING_TO_BRING:
-            self._accounts.gave_up(live, now)
+            self.accounts.gave_up(live, now)
         self._submit(live, now)
 
     def _is_over(self, live: LiveTurn) -> bool:
@@ -367,7 +371,7 @@ class SimFleet:
         live = self._live.pop(sequence.turn_id)
         turn, row = live.turn, live.row
         self._left(live, now)
-        self._accounts.served(live, now)
+        self.accounts.served(live, now)
         usage = Usage(turn.prompt_tokens, turn.output_tokens, row.cached_tokens)
         gateway = live.gateway
         known = gateway.router.sessions.get(turn.name)
@@ -379,7 +383,7 @@ class SimFleet:
         if isinstance(wanted, AskRelease):
             source = wanted.source
             gateway.claims.ask(wanted, now)
-        self._accounts.left(live, now, released=source)
+        self.accounts.left(live, now, released=source)
         self._end(turn, row)
         self._over(turn, self._workload.finished(turn, now), now)
         self._transfers.room_at(live.worker, now)
@@ -491,7 +495,7 @@ class SimFleet:
         if self._workload.ended > len(self.counters.completed):
             self.counters.completed.append(turn.session)
         if turn.is_last:
-            self._accounts.ended(turn.name)
+            self.accounts.ended(turn.name)
         self.gateway_of(turn).admission.ended(turn, now)
         self._release_all(releases)
         if not self.is_busy:
@@ -501,6 +505,7 @@ class SimFleet:
         """Bring the counters of all workers together, once, at the end."""
         counters = self.counters
         counters.sessions_released = self._workload.sessions
+        counters.in_gaps.moved_bytes = self.takes.moved_bytes
         for worker in self.workers:
             gauge.tally(worker, counters)
 

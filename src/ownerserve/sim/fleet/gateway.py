@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Protocol
 
 from ownerserve.router.entry.queue import AdmissionQueue
-from ownerserve.router.messages import Down, Stamped, WorkerDown, WorkerUp
+from ownerserve.router.messages import Dispatch, Down, Stamped, WorkerDown, WorkerUp
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile
 from ownerserve.sim.fleet import gauge
@@ -27,8 +28,18 @@ from ownerserve.sim.timeline.heap import Heap
 from ownerserve.sim.worker.worker import SimWorker
 
 
+class GapListener(Protocol):
+    """A gap listener moves state between turns (gap_moves.py)."""
+
+    def sent(self, dispatch: Dispatch, now: float) -> None:
+        """Take in what the turn's decision wanted."""
+
+    def joined(self, now: float) -> None:
+        """Hear that a worker came up."""
+
+
 class SimGateway:
-    """A gateway is wired by `build`, which gives it its `admission` and its `news`."""
+    """A gateway is wired by `build`, which gives it its `admission`, its `news` and its `gaps`."""
 
     def __init__(
         self,
@@ -43,6 +54,8 @@ class SimGateway:
         self.admission = SimAdmissionQueue(heap, AdmissionQueue(None), router.sessions)
         self.news: ResidencyNews | None = None
         """What carries to the router what workers say that they hold; None: it hears no word."""
+        self.gaps: GapListener | None = None
+        """What moves between turns; None: nothing does."""
         self._heap = heap
         self._workers = workers
 
@@ -52,6 +65,8 @@ class SimGateway:
         self.router.handle(told, now)
         if self.news is not None:
             self.news.join(worker)
+        if self.gaps is not None:
+            self.gaps.joined(now)
 
     def down(self, worker: SimWorker, now: float) -> None:
         """Hear that a worker's connections are broken."""

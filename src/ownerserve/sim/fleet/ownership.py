@@ -16,14 +16,22 @@ from functools import partial
 
 from ownerserve.directory.decisions.records import Key
 from ownerserve.directory.decisions.state import DirectoryState
-from ownerserve.directory.messages import FindSession, Outcome, Refused, Request, SessionIs
+from ownerserve.directory.messages import (
+    FindSession,
+    Outcome,
+    Refused,
+    Request,
+    SessionIs,
+    Transfer,
+)
 from ownerserve.directory.owner.doors import GuardedOwner
 from ownerserve.directory.owner.state import Asks, OwnerState, SessionGrant, SessionTip
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.messages import Epoch, RoutingUnit, Term
 from ownerserve.kv.wire.refusals import WorkerRefusal
-from ownerserve.node.ownership.ownership import FLUSH_S
+from ownerserve.kv.wire.rpc import HandOver, Moved, Reject
+from ownerserve.node.ownership.ownership import FLUSH_S, end_of_move
 from ownerserve.router.knowledge import end_of
 from ownerserve.router.messages import AskRelease, Claimed, ReleaseEnd
 from ownerserve.sim.timeline.heap import Heap
@@ -41,18 +49,44 @@ SWEEP_RECORDS = 500
 """So many are looked at so often. What a sweep cleans up has been silent for a day."""
 
 Found = Callable[[Claimed | None, float], None]
+MoveTold = Callable[[Moved | Reject], None]
+"""Hears what came of a hand-over."""
 
 
-class _Node:
-    """A node is one life of a worker, and what it will ask with its next frame."""
+class SimOwner:
+    """A simulated owner is the node of one life of a worker, and what it will ask with its next
+    frame. `send` puts requests into that."""
 
-    __slots__ = ("asks", "guarded", "is_asking", "owner")
+    __slots__ = ("asks", "guarded", "is_asking", "moving", "owner", "send")
 
-    def __init__(self, unit: RoutingUnit) -> None:
+    def __init__(self, unit: RoutingUnit, send: Callable[[SimOwner, Asks, float], None]) -> None:
         self.owner = OwnerState(unit)
         self.guarded = GuardedOwner(self.owner)
         self.asks: Asks = []
         self.is_asking = False
+        self.moving: dict[SessionId, MoveTold] = {}
+        """`moving` has who hears of each session that is handed over to who has its state."""
+        self.send = send
+
+    def hand_over(self, asked: HandOver, told: MoveTold, now: float) -> Reject | None:
+        """Give the session up to its target, as node.ownership does: it is not the worker's at
+        once. `told` hears when the directory has answered. Else return why it stays."""
+        session, epoch = asked.session_id, asked.epoch
+        if epoch is None:
+            return Reject(WorkerRefusal.STALE_EPOCH)
+        grant = self.owner.grants.get(session)
+        if grant is not None and grant.epoch == epoch and grant.version != asked.version:
+            return Reject(WorkerRefusal.STALE_VERSION)
+        leaving = self.guarded.release(session, epoch, asked.target, now_s=now)
+        if isinstance(leaving, WorkerRefusal):
+            return Reject(leaving)
+        self.moving[session] = told
+        self.send(self, leaving, now)
+        return None
+
+    def moved_here(self, session: SessionId, epoch: Epoch | None, now: float) -> None:
+        """Ask for a session that may be the worker's own now."""
+        self.send(self, self.guarded.moved_here(session, now, epoch=epoch), now)
 
 
 class SimOwnership:
@@ -63,7 +97,8 @@ class SimOwnership:
         self._heap = heap
         self.delay_s = delay_s
         self._is_up = True
-        self._nodes: dict[RoutingUnit, _Node] = {}
+        self.nodes: dict[RoutingUnit, SimOwner] = {}
+        """`nodes` are those of workers that are up."""
         self._swept_s = 0.0
         self._to_sweep: list[Key] = []
         heap.at(heap.now + LOOK_S, self._look_again)
@@ -72,12 +107,12 @@ class SimOwnership:
 
     def lives(self, unit: RoutingUnit, now: float) -> None:
         """Begin a life of a worker that is up."""
-        node = self._nodes[unit] = _Node(unit)
+        node = self.nodes[unit] = SimOwner(unit, self._send)
         self._send(node, node.owner.tick(now), now)
 
     def silent(self, unit: RoutingUnit) -> None:
         """Drop a worker that is down, and what it was about to ask with it."""
-        self._nodes.pop(unit, None)
+        self.nodes.pop(unit, None)
 
     def came(
         self,
@@ -90,7 +125,7 @@ class SimOwnership:
     ) -> None:
         """Tell the worker's node that a turn is there. `epoch`: the highest that its gateway heard
         of the session."""
-        node = self._nodes.get(unit)
+        node = self.nodes.get(unit)
         if node is not None:
             asks = node.guarded.came(session, now, parent=parent, epoch=epoch)
             self._send(node, asks, now)
@@ -98,25 +133,25 @@ class SimOwnership:
     def left(self, session: SessionId, unit: RoutingUnit, tip: SessionTip, now: float) -> None:
         """Tell the worker's node that the turn is complete there, and leaves its session at
         `tip`."""
-        node = self._nodes.get(unit)
+        node = self.nodes.get(unit)
         if node is not None:
             self._send(node, node.guarded.left(session, tip, now), now)
 
     def over(self, session: SessionId, unit: RoutingUnit, now: float) -> None:
         """Tell the worker's node that the session ended with a turn there."""
-        node = self._nodes.get(unit)
+        node = self.nodes.get(unit)
         if node is not None:
             self._send(node, node.guarded.over(session, now), now)
 
     def standing(self, session: SessionId, unit: RoutingUnit, now: float) -> SessionGrant | None:
         """Return what the worker owns of the session; None when it serves as a guest."""
-        node = self._nodes.get(unit)
+        node = self.nodes.get(unit)
         return None if node is None else node.owner.may_serve(session, now)
 
     def owner_of(self, session: SessionId, unit: RoutingUnit, now: float) -> Claimed | None:
         """Return what the worker's answer says of the session's owner: itself, or whose guest it
         is."""
-        node = self._nodes.get(unit)
+        node = self.nodes.get(unit)
         if node is None:
             return None
         grant = node.owner.may_serve(session, now)
@@ -128,7 +163,7 @@ class SimOwnership:
     def release(self, asked: AskRelease, now: float) -> ReleaseEnd:
         """Ask the node of a worker where no turn of the session runs to hand it over, and return
         how that ended."""
-        node = self._nodes.get(asked.source)
+        node = self.nodes.get(asked.source)
         if node is None:
             return ReleaseEnd.KEPT  # that life is over: it says nothing
         leaving = node.guarded.release(asked.session, asked.epoch, asked.target, now_s=now)
@@ -164,7 +199,7 @@ class SimOwnership:
         """Bring the directory back under a later term; workers' leases of before may still run."""
         self._is_up = True
         self.state = DirectoryState(self._next_term(), lease_s=LEASE_S, open_at_s=now + LEASE_S)
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             self._look_at(node, now)
 
     def check(self, now: float) -> None:
@@ -172,7 +207,7 @@ class SimOwnership:
         record."""
         self.state.check()
         owners: dict[SessionId, RoutingUnit] = {}
-        for unit, node in self._nodes.items():
+        for unit, node in self.nodes.items():
             for session in node.owner.grants:
                 if self.standing(session, unit, now) is None:
                     continue
@@ -182,7 +217,7 @@ class SimOwnership:
 
     # -- frames ---------------------------------------------------------------------------------
 
-    def _send(self, node: _Node, asks: Asks, now: float) -> None:
+    def _send(self, node: SimOwner, asks: Asks, now: float) -> None:
         """Put a request into the worker's next frame."""
         if not asks:
             return
@@ -190,15 +225,15 @@ class SimOwnership:
         if not node.is_asking:
             self._arm(node, now + FLUSH_S)
 
-    def _arm(self, node: _Node, leaves_s: float) -> None:
+    def _arm(self, node: SimOwner, leaves_s: float) -> None:
         node.is_asking = True
         self._heap.at(leaves_s + self.delay_s, partial(self._frame, node))
 
-    def _frame(self, node: _Node, now: float) -> None:
+    def _frame(self, node: SimOwner, now: float) -> None:
         """Have the directory answer a frame, and the node hear its answers."""
         asks, node.asks, node.is_asking = node.asks, [], False
         owner = node.owner
-        if not self._is_up or self._nodes.get(owner.unit) is not node:
+        if not self._is_up or self.nodes.get(owner.unit) is not node:
             return
         again_s = 0.0
         asks += node.guarded.along(now)
@@ -207,6 +242,8 @@ class SimOwnership:
             if isinstance(outcome, Refused):
                 again_s = max(again_s, outcome.retry_after_s or AGAIN_S)
             node.asks += node.guarded.answered(ask, outcome, now)
+            if isinstance(ask.request, Transfer):
+                _tell_moved(node, ask.request, outcome)
         if node.asks:
             self._arm(node, now)  # what answers ask for goes at once
         if again_s:
@@ -223,13 +260,15 @@ class SimOwnership:
 
     def _look_again(self, now: float) -> None:
         self._heap.at(now + LOOK_S, self._look_again)
-        for node in self._nodes.values():
+        for node in self.nodes.values():
             if self._is_up and node.owner.grants:
                 self._look_at(node, now)
 
-    def _look_at(self, node: _Node, now: float) -> None:
+    def _look_at(self, node: SimOwner, now: float) -> None:
         """Send what is due or was not answered, as an idle worker does."""
         self._send(node, node.owner.tick(now), now)
+        for session in node.moving.keys() - node.owner.leaving() if node.moving else ():
+            node.moving.pop(session)(Reject(WorkerRefusal.NO_ANSWER))  # its lease is over
 
     def _sweep(self, now: float) -> None:
         if not self._to_sweep:
@@ -243,3 +282,11 @@ class SimOwnership:
         """Return the directory's next term. One directory alone needs no nonce: ordinals tell its
         memories apart."""
         return Term(self.state.term.ordinal + 1, 0)
+
+
+def _tell_moved(node: SimOwner, request: Transfer, outcome: Outcome) -> None:
+    """Tell who waits for a hand-over what the directory said, once it is decided."""
+    said = end_of_move(request, outcome)
+    told = None if said is None else node.moving.pop(request.session_id, None)
+    if said is not None and told is not None:
+        told(said)

@@ -25,6 +25,20 @@ class Migration(msgspec.Struct, frozen=True, gc=False):
     completed: int = 1
 
 
+class GapCounters(msgspec.Struct):
+    """The gap counters say how moves between turns, and replicas of hot prefixes, ended, by how;
+    `moved_bytes` crossed for both."""
+
+    moves: dict[str, int] = {}
+    replicas: dict[str, int] = {}
+    moved_bytes: int = 0
+
+    @property
+    def any(self) -> bool:
+        """`any` tells whether one was granted."""
+        return bool(self.moves or self.replicas)
+
+
 class FleetCounters(msgspec.Struct):
     """The counters are sums over all workers and the whole run; the fleet adds to them.
 
@@ -33,7 +47,8 @@ class FleetCounters(msgspec.Struct):
     time - that) x (sequences decoding in it). `ssd_new_bytes`: payload that was not yet on the SSD
     tier; `ssd_written_bytes`: what its device wrote (headers, rewrites, compaction included).
     `turns_released` and `sessions_released` of the workload; `completed`: the sessions (by index)
-    whose last turn ended, whatever its outcome.
+    whose last turn ended, whatever its outcome. `migrations` are those that a turn waited for;
+    `in_gaps`: what was moved for none.
     """
 
     steps: int = 0
@@ -51,3 +66,4 @@ class FleetCounters(msgspec.Struct):
     sessions_released: int = 0
     completed: list[int] = []
     migrations: list[Migration] = []
+    in_gaps: GapCounters = msgspec.field(default_factory=GapCounters)

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ownerserve.sim.metrics.counters import FleetCounters
+from ownerserve.sim.metrics.counters import FleetCounters, GapCounters
 from ownerserve.sim.metrics.coupling import coupling
 from ownerserve.sim.metrics.fleet_load import hotspot_index, load_metrics, memory_metrics
 from ownerserve.sim.metrics.moves import migration_metrics
@@ -73,7 +73,18 @@ def summarise(rows: Rows, counters: FleetCounters, samples: Samples, run: Run) -
         "coupling": coupling(served),
         "pressure": _pressure(counters),
     }
+    if counters.in_gaps.any:
+        parts["in_gaps"] = _in_gaps(counters.in_gaps)
     return {name: rounded(value) for name, value in parts.items()}
+
+
+def _in_gaps(counters: GapCounters) -> dict[str, Metric]:
+    """Return what was granted between turns, by how it ended."""
+    ends = {"moves": counters.moves, "replicas": counters.replicas}
+    return {
+        **{name: dict(sorted(found.items())) for name, found in ends.items()},
+        "moved_bytes": counters.moved_bytes,
+    }
 
 
 def digest(metrics: Mapping[str, Metric]) -> str:
@@ -153,7 +164,7 @@ def _bytes(table: NDArray[Any], counters: FleetCounters) -> dict[str, Metric]:
         "avoidable_duplicate_bytes": avoidable,
         "avoidable_duplicate_share": ratio(avoidable, placed),
         "duplicate_factor": ratio(placed, placed - duplicate),
-        "network_kv_bytes": network,
+        "network_kv_bytes": network + counters.in_gaps.moved_bytes,
         "ssd_written_bytes": counters.ssd_written_bytes,
         "ssd_write_amplification": ratio(counters.ssd_written_bytes, counters.ssd_new_bytes),
     }

@@ -193,7 +193,7 @@ class PdTransfers(Transfers):
         if self._backup == "release-after-transfer":
             # Told behind the return of the lend, which keeps all of it.
             forget = partial(_forget_at, source.cache, prompt)
-            self._network.say(target.host, source.host, forget, now)
+            self.network.say(target.host, source.host, forget, now)
         waited_s = brought.waited_s + queued_s
         then(msgspec.structs.replace(brought, waited_s=waited_s), now)
         if self._queued:

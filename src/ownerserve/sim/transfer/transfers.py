@@ -117,12 +117,12 @@ class _Part(msgspec.Struct, eq=False):
 
 class Transfers:
     """The transfers between all workers of a fleet are made here; this class owns those under
-    way. `bytes` moved and `count` were begun."""
+    way. `bytes` moved and `count` were begun. `network`: what they go over."""
 
     def __init__(self, network: PeerNetwork, *, timeout_s: float) -> None:
         self.bytes = 0
         self.count = 0
-        self._network = network
+        self.network = network
         self._heap = network.heap
         self._timeout_s = timeout_s
         self._lives: dict[int, _Life] = {}
@@ -248,8 +248,8 @@ class Transfers:
         """Return the present life of a worker that is up."""
         life = self._lives.get(worker.index)
         if life is None or life.lender.unit != worker.unit:
-            lender = SimLender(worker, self._network, partial(self._freed, worker))
-            life = _Life(worker, lender, SimReader(worker, self._network))
+            lender = SimLender(worker, self.network, partial(self._freed, worker))
+            life = _Life(worker, lender, SimReader(worker, self.network))
             self._lives[worker.index] = life
             worker.mourners.append(partial(self._died, life))
         return life
@@ -286,13 +286,13 @@ class Transfers:
         here, peer = wish.target.worker.host, wish.source.worker.host
 
         def told(held: int) -> None:
-            self._network.say(peer, here, partial(self._told, wish, held), self._heap.now)
+            self.network.say(peer, here, partial(self._told, wish, held), self._heap.now)
 
         def asked(at_s: float) -> None:
             if wish.source.lender.is_alive:
                 wish.source.lender.look(wish.prompt, told, at_s)
 
-        self._network.say(here, peer, asked, now)
+        self.network.say(here, peer, asked, now)
 
     def _told(self, wish: _Wish, held: int, now: float) -> None:
         """Take the source's word, and reserve room, behind those who came before."""
@@ -346,7 +346,7 @@ class Transfers:
     def _begin(self, wish: _Wish, room: SlotsReserved, there: int, *, now: float) -> None:
         target, held = wish.target.worker, wish.held
         count = count_bytes(target, room, held)
-        cells = -(-count // self._network.piece_bytes)
+        cells = -(-count // self.network.piece_bytes)
         compute_ms = target.machine.node.compute_ms(held - there, there)
         if wish.turn_id != NO_TURN:
             # As node.restore prices an order: behind all that waits at either of the two.
