@@ -32,6 +32,7 @@ from ownerserve.kv.wire.status import (
     WorkerStatus,
     unit_statement,
 )
+from ownerserve.router.gap_moves import GapMove
 from tests.support.gateway.world import Play, World
 from tests.support.router.answer_lines import LIFE, said
 from tests.support.waits import WAIT_S, until_async
@@ -117,6 +118,7 @@ def test_who_does_not_own_a_session_is_not_asked_for_it_again_so_soon(
         away = ports[1 - home]
         gateway.roster.drain(names[home])
         await until_async(lambda: gateway.moves.counts["not_owner"])
+        assert not away.takes[0].with_state, "it can't stay"
         if believed_s < 1.0:
             await until_async(lambda: len(away.takes) >= 3)
             for port in ports:
@@ -186,6 +188,39 @@ def test_what_another_hands_over_to_who_is_drained_is_asked_for_at_once(
         ports[owner].says = SessionTaken(2, 0, Epoch(Term(3, 77), 7))
         ports[owner].lets_go.set()
         await until_async(lambda: gateway.moves.counts["taken"] == 1)
+        for port in ports:
+            port.close()
+
+    play(
+        scenario,
+        policy="sticky",
+        states=[record(0, None), record(1, None)],
+        health_interval_s=0.05,
+    )
+
+
+def test_who_is_busy_is_relieved_of_a_session_with_its_state_alone(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "LOOK_S", 0.01)
+
+    async def scenario(world: World) -> None:
+        gateway, client = world.gateway, await world.client()
+        ports = [Port(Reject(WorkerRefusal.NOT_BROUGHT)) for _ in world.engines]
+        for number, engine in enumerate(world.engines):
+            engine.states, engine.says = record(number, ports[number]), said(LIFE + number)
+        names = [WorkerId(f"127.0.0.1:{engine.port}") for engine in world.engines]
+        await until_async(lambda: all(gateway.turns.lines.of(name) for name in names))
+        answer = await client.post("/v1/completions", x__session__id="a")
+        home = world.engines.index(world.engine_of(answer))
+        workers = {worker.id: worker for worker in gateway.state.fleet}
+        [(name, _)] = gateway.state.sessions.newest()
+        granted = [GapMove(name, workers[names[home]], workers[names[1 - home]])]
+        gap_moves = gateway.turns.gap_moves
+        monkeypatch.setattr(gap_moves, "look", lambda now: [granted.pop()] if granted else [])
+        await until_async(lambda: gap_moves.counts["not_brought"])
+        [take] = ports[1 - home].takes
+        assert take.session_id == name and take.with_state
         for port in ports:
             port.close()
 

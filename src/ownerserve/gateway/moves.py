@@ -216,7 +216,8 @@ class Moves:
         if line is None or address is None or target.unit is None:
             ended("unreachable")
             return
-        self._keep(self._move(move, Take(move.session, address)), ended)
+        take = Take(move.session, address, with_state=not move.source.is_drained)
+        self._keep(self._move(move, take), ended)
 
     def _keep(
         self, work: Coroutine[None, None, Said | str], ended: Callable[[Said | str], None]

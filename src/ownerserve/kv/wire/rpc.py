@@ -222,7 +222,8 @@ class EndPrefill(msgspec.Struct, frozen=True, tag="end_prefill"):
 class Take(msgspec.Struct, frozen=True, tag="take", omit_defaults=True):
     """Take asks a worker to take an idle session over from `source`, which owns it: its state
     first, ownership after. `SessionTaken` answers it. What was called off before ownership was
-    asked for is given up.
+    asked for is given up. `with_state`: or not at all; else it goes without, where bringing that
+    costs more than it saves.
 
     With `turn`, the id of a request that decodes at `source`: to have that one go on here.
     `target`: where `source` reaches this worker. `TurnSent` answers it.
@@ -232,6 +233,7 @@ class Take(msgspec.Struct, frozen=True, tag="take", omit_defaults=True):
     source: LenderAddress
     turn: str = ""
     target: LenderAddress | None = None
+    with_state: bool = False
 
 
 class StopTurn(msgspec.Struct, frozen=True, tag="stop_turn"):

@@ -18,8 +18,9 @@ WITHIN_S = 60.0
 """Nobody waits for what comes in a gap: it may take longer than what a turn waits for."""
 ANY_TOKEN = bytes(TOKEN_BYTES)
 """Stands for whatever the next turn adds: a restore leaves at least one token to compute."""
-USABLE = frozenset({RestoreOutcome.LOADED, RestoreOutcome.RESIDENT, RestoreOutcome.NOT_WORTH_IT})
-"""What a session is taken over with: its state, or that bringing it costs more than it saves."""
+USABLE = frozenset({RestoreOutcome.LOADED, RestoreOutcome.RESIDENT})
+"""What a session is taken over with: its state. NOT_WORTH_IT, bringing it would cost more than it
+saves, will do where the session can't stay where it is."""
 
 
 class ComingSessions:

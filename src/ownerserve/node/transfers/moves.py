@@ -57,7 +57,7 @@ from ownerserve.node.transfers.state_brings import (
     BringingNode,
     StateBrings,
 )
-from ownerserve.node.vocabulary.events import SessionCame
+from ownerserve.node.vocabulary.events import RestoreOutcome, SessionCame
 
 ROUNDS = 2
 """What S finished meanwhile is brought once more; a session that goes on then stays."""
@@ -294,7 +294,8 @@ class Takes:
         if not hashed.digests:
             return _Brought(stands, hashed)
         came = await self._brings.bring(asked.session_id, hashed, asked.source)
-        if came.outcome not in USABLE:
+        goes_without = came.outcome is RestoreOutcome.NOT_WORTH_IT and not asked.with_state
+        if came.outcome not in USABLE and not goes_without:
             here = await asyncio.wrap_future(self._on_engine(lambda: self._restorable(hashed)))
             if cast("int", here) < stands.restorable_tokens:
                 return Reject(WorkerRefusal.NOT_BROUGHT)
