@@ -268,28 +268,30 @@ class Gateway:
         self.world.require(not is_lost, f"{call.name} is not where it was sent, at {node.name}")
         self._breaks(receipt)
 
-    def heard(self, receipt: Receipt, at: int, token: int) -> None:
-        """One more token of an answer comes."""
+    def heard(self, receipt: Receipt, at: int, token: int, owner: OwnerIs | None) -> None:
+        """One more token of an answer comes; as it begins, its worker says whose the session is."""
         call = self._calls.get(receipt)
         if call is None:
             return
         self.world.require(at == len(call.told), f"{call.name}: {at} behind {len(call.told)}")
         if at == call.begins:
-            self._handle(FirstByte(receipt))
+            claimed = None
+            if owner is not None:
+                self._seen = later(self._seen, owner.epoch)
+                claimed = Claimed(call.session, owner.unit, owner.epoch, owner.version or 0)
+            self._handle(FirstByte(receipt, claimed=claimed))
         call.told.append(token)
         call.heard_s = self.now()
         if len(call.told) == call.begins + 2 and self.world.draw.random() < MOVES:
             self._order_turn(call)
 
     def answered(self, receipt: Receipt, last: int, owner: OwnerIs | None) -> None:
-        """The answer is whole, and its worker says whose the session is."""
+        """The answer is whole."""
         call = self._calls.get(receipt)
         if call is None:
             return
-        self.heard(receipt, len(call.told), last)
+        self.heard(receipt, len(call.told), last, owner)
         del self._calls[receipt]
-        if owner is not None:
-            self.told(Claimed(call.session, owner.unit, owner.epoch, owner.version or 0))
         asked = self._handle(Done(receipt, Usage(len(call.prompt), len(call.told), 0)))
         if isinstance(asked, AskRelease):
             self.releasing.ask(asked)

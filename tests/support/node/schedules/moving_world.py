@@ -142,6 +142,8 @@ class MovingWorld(Schedule):
         for gateway in self.gateways:
             gateway.state.check()
             self.counts.update({f"move {end}": n for end, n in gateway.moves.counts.items()})
+            rests = gateway.moves.rests.counts
+            self.counts.update({f"rest {end}": n for end, n in rests.items()})
         self.check_end()
         for node in self._nodes.values():
             self.counts.update({f"take {end}": n for end, n in node.takes.counts.items()})
@@ -294,7 +296,9 @@ class MovingWorld(Schedule):
         sent = self._sent.get(turn_id)
         if sent is not None:
             self.require(sent.call.answer[at] == token, f"{turn_id} has a wrong answer")
-            sent.gateway.soon(0.001, lambda: sent.gateway.heard(sent.receipt, at, token))
+            assert isinstance(self.acting, MovingNode)
+            owner = self.acting.ownership.owner_of(sent.call.session)
+            sent.gateway.soon(0.001, lambda: sent.gateway.heard(sent.receipt, at, token, owner))
 
     def moved_on(self, turn_id: TurnId, tokens: int) -> None:
         """A worker says that the rest of an answer is another's."""
