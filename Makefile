@@ -127,8 +127,8 @@ bench-replays: setup $(VLLM) ## prompts whose windows are gone: vLLM, its retent
 bench-transfer: setup $(MOONCAKE) $(NIXL) ## movers and layouts beside memcpy, plain TCP, Mooncake and NIXL
 	$(BIN)/python benchmarks/run.py transfer_local transfer_tcp transfer_layout
 
-bench-pd: setup    ## prompts computed at another hf worker, and turns that move to it: pauses, bytes, time to first token
-	$(BIN)/python benchmarks/run.py pd_bench bring_bench moves_bench gap_moves_bench
+bench-pd: setup    ## prompts computed at another hf worker, turns that move to it, a hot spot real and simulated: pauses, bytes, time to first token
+	$(BIN)/python benchmarks/run.py pd_bench bring_bench moves_bench gap_moves_bench hot_spot_bench
 
 bench-hooks: setup $(VLLM) ## the connector's hooks on vLLM's scheduler thread, at 100k tokens a session
 	$(BIN)/python benchmarks/run.py vllm_hooks

@@ -109,6 +109,22 @@ def test_idle_sessions_leave_a_busy_worker_and_go_on_where_they_are() -> None:
     assert not len(fleet.takes)
 
 
+def test_the_gateway_knows_when_a_session_moved() -> None:
+    """T_cool runs from then, of a move between turns too."""
+    built = ready(growing(), hot(2.0))
+    fleet, heap = built.fleet, built.heap
+    (gateway,) = fleet.gateways
+    fleet.begin()
+    while not fleet.counters.in_gaps.moves:
+        heap.run_some(1)
+    sessions = gateway.router.sessions.items()
+    [(name, moved)] = [(name, one) for name, one in sessions if one.moved_at_s == heap.now]
+    assert moved.owner is not None
+    [there] = [worker for worker in fleet.workers if worker.name == moved.owner.id]
+    assert there.cache.sessions.get(name) is not None
+    assert fleet.ownership.standing(name, there.unit, heap.now) is not None
+
+
 def test_a_hot_prefix_is_copied_and_forks_run_beside_it() -> None:
     trace = forking()
     fleet = run(ready(trace, hot(4.0)), check_every=101)

@@ -441,11 +441,13 @@ def test_a_prompt_that_is_given_up_while_it_is_read_leaves_nothing() -> None:
 
     def give_up() -> None:
         pair.workers[0].give_up(sequence, pair.heap.now)
-        pair.transfers.call_off(sequence.turn_id, pair.heap.now)
+        told.append(pair.transfers.call_off(sequence.turn_id, pair.heap.now))
 
+    told: list[int] = []
     at(pair, 0.165, give_up)  # the lend is opened behind the first step, at 0.074
     pair.heap.run()
     assert pair.heard == [] and 0 < pair.transfers.bytes < 47 * 64
+    assert told == [pair.transfers.bytes]
     assert not pair.held(3, 48)
     pair.check_nothing_is_left()
     assert not pair.workers[0].cache.running

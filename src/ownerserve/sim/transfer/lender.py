@@ -59,8 +59,6 @@ from ownerserve.transfer.vocabulary import FramePiece
 RANKS = (LentRank(0, "link"),)
 FIRST_STORED = 1 << 40
 """Tickets of what is not on the device; the cache's numbers end long before."""
-_NEARER = (PeerAsked, LendOpened)
-"""What may bring the next deadline nearer; all else only puts off what is due."""
 _MADE = (b"modelled",)
 _ONE = (_MADE,)
 
@@ -229,8 +227,8 @@ class SimLender:
             for effect in self.state.handle(self._events[0], now):
                 self._perform(effect, now)
             self._events.popleft()
-        if self._timer is None or self._timer.call is None or isinstance(event, _NEARER):
-            self._arm(now)
+        if self._timer is None or self._timer.call is None or isinstance(event, PeerAsked):
+            self._arm(now)  # all else only puts off what is due: no ticket stands without a timer
 
     def _perform(self, effect: object, now: float) -> None:
         match effect:
