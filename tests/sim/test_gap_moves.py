@@ -122,6 +122,7 @@ def test_the_gateway_knows_when_a_session_moved() -> None:
     assert moved.owner is not None
     [there] = [worker for worker in fleet.workers if worker.name == moved.owner.id]
     assert there.cache.sessions.get(name) is not None
+    heap.run(until_s=heap.now + 0.2)  # its node asks the directory with its next frame
     assert fleet.ownership.standing(name, there.unit, heap.now) is not None
 
 
