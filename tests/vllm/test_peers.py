@@ -167,7 +167,7 @@ def test_who_is_gone_or_holds_nothing_costs_time_and_no_answer(rig: Rig, tmp_pat
                 break
         assert looks(far) == ends
 
-    looked_at({"nothing"}, range(80, 86))
+    looked_at({"nothing"}, range(80, 110))
     near.kill()
     until(lambda: not answers(holder), what="its engine core is gone too")
-    looked_at({"nothing", "silent"}, range(93, 99))
+    looked_at({"nothing", "silent"}, range(110, 140))

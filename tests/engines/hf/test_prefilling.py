@@ -102,20 +102,28 @@ def test_whoever_stops_amid_a_prefill_costs_time_and_no_answer(workers: Any) -> 
     begun = 0
 
     def amid(seed: int, stop: Callable[[], None]) -> tuple[list[int], dict[str, Any]]:
-        """A turn whose prompt is being read of P when that stops."""
+        """A turn whose prompt is being read of P when that stops. D asks nothing of who was silent
+        a moment ago: then it computes, and there is another turn."""
         nonlocal begun
-        prompt, answers = text(5000, seed=seed), list[dict[str, Any]]()
-        before = d.metric("ownerserve_peer_read_bytes_total")
-        name = SessionId(f"{seed:032x}")
-        turn = threading.Thread(
-            target=lambda: answers.append(d.serve(prompt, name, decode_from=address(p)))
-        )
-        turn.start()
-        until(
-            lambda: d.metric("ownerserve_peer_read_bytes_total") > before,
-            within_s=WAIT_S,
-            what="D reads",
-        )
+        before, is_read = d.metric("ownerserve_peer_read_bytes_total"), False
+        while not is_read:
+            seed += 100
+            prompt, answers = text(5000, seed=seed), list[dict[str, Any]]()
+            line = {"name": SessionId(f"{seed:032x}"), "decode_from": address(p)}
+            turn = threading.Thread(
+                target=lambda prompt=prompt, line=line, answers=answers: answers.append(
+                    d.serve(prompt, **line)
+                )
+            )
+            turn.start()
+            until(
+                lambda turn=turn: (
+                    d.metric("ownerserve_peer_read_bytes_total") > before or not turn.is_alive()
+                ),
+                within_s=WAIT_S,
+                what="D reads",
+            )
+            is_read = d.metric("ownerserve_peer_read_bytes_total") > before
         stop()
         turn.join(WAIT_S)
         begun += 1
