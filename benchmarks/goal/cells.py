@@ -24,7 +24,7 @@ from ownerserve.sim.run import simulate
 from ownerserve.sim.suites.goal import while_full
 from ownerserve.trace.model import Trace
 
-DECIDE = ("cache", "directory", "kv", "node", "plan", "router", "sim")
+DECIDE = ("cache", "directory", "kv", "node", "plan", "router", "sim", "transfer")
 """Folders of the package on which a run's result depends, beside its trace."""
 
 

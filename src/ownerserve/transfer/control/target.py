@@ -68,9 +68,10 @@ from ownerserve.transfer.control.rooms import (
 from ownerserve.transfer.vocabulary import ReadFailure, Road
 
 LEND_S, LEND_AGAIN_S = 0.5, 0.2
-LEND_SHARE, LEND_MOST_S = 1 / 8, 5.0
+LEND_SHARE, LEND_MOST_S = 1 / 2, 5.0
 """A lend is opened between two steps of its engine, and who is busy has long ones: a Lend is waited
-for longer where computing would take longer."""
+for longer where computing would take longer. Half of that at most is lost to a peer that says
+nothing; of an eighth most moves off busy workers came to nothing (docs/evidence/fidelity.md)."""
 SILENT_S = 2.0
 MORE_WAIT_S, MORE_AGAIN_S = 1.0, 0.3
 """How long a More may be held, and when it is asked again beyond that."""
@@ -436,9 +437,7 @@ class TransferTarget:
         inf: it is the cache that it waits for."""
         if bring.room is not None and bring.room.state is RoomState.VERIFIED:
             return inf
-        may_s = SILENT_S if bring.ticket is not None else lend_s(bring.wanted.compute_ms)
-        silent_s = bring.heard_s + may_s
-        return min(silent_s, bring.slow_s())
+        return min(_silent_s(bring), bring.slow_s())
 
     def _overdue(self, now: float) -> list[TargetEffect]:
         effects: list[TargetEffect] = []
@@ -458,9 +457,10 @@ class TransferTarget:
 
     def _too_late(self, bring: OpenBring, now: float) -> list[TargetEffect]:
         assert bring.peer is not None
+        if _silent_s(bring) <= now:
+            self._links.failed(bring.peer, now)
         if bring.slow_s() <= now:
             return self._end(bring, BringEnd.SLOW, now)
-        self._links.failed(bring.peer, now)
         if bring.ticket is not None:
             return self._end(bring, BringEnd.SILENT, now)
         return [TellPeer(bring.peer, Cancel(bring.wanted.nonce)), *self._ask_next(bring, now)]
@@ -510,3 +510,9 @@ class TransferTarget:
         for bring in self._brings.values():
             if self._due_s(bring) == inf and bring.ending is None:
                 raise InvariantViolated("invariant 15: a bring that nothing ends")
+
+
+def _silent_s(bring: OpenBring) -> float:
+    """Return the instant from which the bring's peer counts as one that does not answer."""
+    may_s = SILENT_S if bring.ticket is not None else lend_s(bring.wanted.compute_ms)
+    return bring.heard_s + may_s
