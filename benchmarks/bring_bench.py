@@ -10,6 +10,7 @@ session has left `--tokens` tokens on one; its next turn of 40 more runs
     in a gap    at another worker, which took the session over while it was idle
     on demand   at another worker, which reads the state with the turn, and owns the session then
     shm, readv, tcp     at another worker, which reads the state by that road, as a guest
+    store       at another worker, from a directory that both share, where the first has put it away
     cold        at another worker, which computes all of it
 
 by turns in each round, of a session of its own each. TTFT is the time of the first event of a
@@ -43,6 +44,8 @@ from ownerserve.kv.wire.rpc import (
     ReleaseSession,
     SessionStands,
     SessionTaken,
+    Suspend,
+    Suspended,
     Take,
 )
 from result import report, smaller_is_better
@@ -52,8 +55,8 @@ from tests.support.hf.worker_process import WorkerProcess
 from tests.support.waits import until
 
 ROADS = ("shm", "readv", "tcp")
-GAP, DEMAND = "in a gap", "on demand"
-WAYS = ("append", GAP, DEMAND, *ROADS, "cold")
+GAP, DEMAND, STORE = "in a gap", "on demand", "store"
+WAYS = ("append", GAP, DEMAND, *ROADS, STORE, "cold")
 KEPT = ("--host-cache", "1GiB", "--kv-memory", "1GiB", "--dear")
 
 
@@ -74,6 +77,9 @@ def main() -> None:
             for name in ("home", *ROADS):
                 roads = () if name == "home" else ("--transfer-roads", name)
                 workers[name] = WorkerProcess(Path(folder), name, directory.address, *KEPT, *roads)
+            for name in ("keeper", STORE):
+                remote = ("--remote", str(Path(folder) / "remote"))
+                workers[name] = WorkerProcess(Path(folder), name, directory.address, *KEPT, *remote)
             for round_ in track(range(options.rounds), console=Console(stderr=True)):
                 for number, way in enumerate(WAYS):
                     name = SessionId(f"{round_:016x}{number:016x}")
@@ -101,7 +107,7 @@ def ttft_ms(
     workers: dict[str, WorkerProcess], way: str, name: SessionId, prompt: list[int]
 ) -> float:
     """Return the time to first token of a session's second turn, served in that way."""
-    home = workers["home"]
+    home = workers["keeper" if way == STORE else "home"]
     lender = LenderAddress(home.unit, home.rpc)
     said = home.serve(prompt, name)
     longer = [*prompt, *said["tokens"], *text(40, seed=len(prompt))]
@@ -113,6 +119,9 @@ def ttft_ms(
         assert isinstance(taken, SessionTaken), taken
     elif way == DEMAND or way in ROADS:
         line = {"bring_from": lender}
+    elif way == STORE:
+        suspended = home.asked(Suspend(name))
+        assert isinstance(suspended, Suspended), suspended
     ms, cached = first_token(worker, longer, name, **line)
     assert (cached < len(prompt) // 2) == (way == "cold"), (way, cached)
     if way == DEMAND:
