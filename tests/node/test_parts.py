@@ -232,6 +232,17 @@ def test_a_session_comes_while_there_is_no_room_for_all_of_it() -> None:
     driver.check()
 
 
+def test_all_that_has_come_is_kept_for_a_turn_that_is_back_in_line() -> None:
+    driver = with_stored(LONG, blocks=16)
+    blocker = running(driver, blocks=7)
+    turn = driver.arrive([*LONG, 1], session="s0")
+    driver.settle()
+    assert resident(driver, turn) == 8 and turn not in driver.reports
+    kept = driver.cache.sessions.expected[turn]
+    assert kept.stop.depth == 8, "its second part too, though there is no room for the third"
+    ends(driver, blocker)
+
+
 def test_a_part_leaves_room_for_a_step() -> None:
     """Four blocks are free and a part has four: the step of those that run would take them."""
     driver = with_stored(LONG, blocks=16)
@@ -389,6 +400,20 @@ def test_blocks_that_wait_for_their_reader_are_a_turns_that_waits() -> None:
     driver.settle()
     assert waits in driver.started and not lends.withheld()
     driver.check()
+
+
+def test_a_turn_in_line_waits_for_a_spill_that_reads() -> None:
+    """That takes a moment, and what it was to keep would be computed again."""
+    driver = with_stored(blocks=16)
+    ticket, tokens = lent(driver, 50_000, 15)
+    driver.cache.pressure.open_spills[ticket] = (pack(tokens),)
+    turn = driver.arrive(LONG, session=None)
+    driver.settle()
+    assert turn not in driver.started and driver.cache.lends.stands(ticket)
+    driver.cache.pressure.copied(ticket)
+    driver.idle(0.0)
+    assert turn in driver.started
+    driver.cache.pressure.spill_failed(ticket)
 
 
 def test_no_lend_is_revoked_where_that_makes_no_room() -> None:

@@ -372,8 +372,8 @@ class RoomQueue:
 
     def _is_kept_by_lends(self, turn: _LinedTurn) -> bool:
         """Return whether there would be room for the turn if no lend stood."""
-        lends = self._cache.lends
-        if not len(lends):
+        lends, spills = self._cache.lends, self._cache.pressure.open_spills
+        if not len(lends) or any(map(lends.stands, spills)):  # those read for a moment, to keep
             return False
         with lends.room.set_aside() as withheld:
             return self._short_blocks(turn) <= withheld
