@@ -272,7 +272,8 @@ class RoomQueue:
     evicted, less all that the turns which came before and have not begun will still take. So one
     turn at most is brought on in less room than its whole prompt needs: the first that lacks it.
     Behind it all wait; it needs no more at once than a part beside what it has got. Where only
-    lends keep that from it, it is let on and the oldest of them are revoked.
+    lends keep that from it, it is let on and the oldest of them are revoked; but for a moment it
+    waits for what is being copied, or it would be computed again.
 
     The class owns who waits. The cache owns the room; a promise made here is a number and holds no
     slot, so that a decode that grows may take it and nothing deadlocks (invariant 7).
@@ -372,8 +373,8 @@ class RoomQueue:
 
     def _is_kept_by_lends(self, turn: _LinedTurn) -> bool:
         """Return whether there would be room for the turn if no lend stood."""
-        lends, spills = self._cache.lends, self._cache.pressure.open_spills
-        if not len(lends) or any(map(lends.stands, spills)):  # those read for a moment, to keep
+        lends = self._cache.lends
+        if not len(lends) or self._cache.pressure.is_copying:
             return False
         with lends.room.set_aside() as withheld:
             return self._short_blocks(turn) <= withheld

@@ -352,6 +352,7 @@ class NodeState:
         """Raise InvariantViolated unless the cache's books and the node's own agree."""
         self.cache.check()
         self.pressure_relief.check()
+        self.idle_spills.check()
         self.inventory.check()
         reserved, _ = self.cache.ingest.counts()
         on_hold = self.cache.ingest.on_hold(WriterKind.STORE)
@@ -451,5 +452,7 @@ class NodeState:
         """Note that the session is idle: its state at the depths `points` is wanted in the
         store."""
         self.idle_spills.ended(session_id, points=points, ends=ends, now=now)
+        if len(self.room_queue):  # its room is taken next
+            self.idle_spills.hold(session_id, now)
         self.prefetches.ended(session_id, now)
         self.on_device.ended(session_id)

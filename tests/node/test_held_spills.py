@@ -1,0 +1,75 @@
+"""Turns wait for room while others end: what those leave is stored before its room is taken."""
+
+from __future__ import annotations
+
+from ownerserve.cache.pressure import HOLD_S
+from ownerserve.kv.ids import TurnId
+from ownerserve.node.vocabulary.events import FindRecords, StoreCopy, Tick
+from ownerserve.node.vocabulary.settings import NodeSettings
+from tests.support.node.node_driver import B, NodeDriver
+
+LATE = NodeSettings(record_blocks=4, spill_after_s=60.0)
+"""Nobody is copied by time alone here."""
+FIRST = [*range(12 * B), 1]
+SECOND = [*range(5000, 5000 + 12 * B), 1]
+
+
+def one_ends_and_one_waits() -> tuple[NodeDriver, TurnId]:
+    """A device for one and a half of two turns: the first is over, the second waits."""
+    driver = NodeDriver(blocks=18, settings=LATE)
+    first = driver.arrive(FIRST, "first")
+    driver.settle()
+    second = driver.arrive(SECOND, "second")
+    driver.settle()
+    assert second not in driver.started
+    driver.run(first)
+    return driver, second
+
+
+def test_who_waits_for_room_lets_what_a_turn_left_be_stored_first() -> None:
+    driver, second = one_ends_and_one_waits()
+    driver.handle(Tick())
+    assert second not in driver.started, "what the first left is being looked up and copied"
+    driver.settle()
+    driver.idle(0.0)
+    driver.run(second)
+    driver.idle(0.0)
+    again = driver.turn([*FIRST, 2], "first")
+    assert again.restored == 12 * B, "all of it is brought back"
+    driver.check()
+
+
+def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_a_moment() -> None:
+    driver, second = one_ends_and_one_waits()
+    driver.handle(Tick())
+    [look] = driver.pending
+    assert isinstance(look, FindRecords)
+    driver.now += 0.9 * HOLD_S
+    driver.handle(Tick())
+    assert second not in driver.started
+    due_s = driver.state.next_due()
+    assert due_s is not None and due_s <= HOLD_S, "it wakes by itself"
+    driver.now = HOLD_S
+    driver.handle(Tick())
+    driver.pending.remove(look)  # nobody ever answers it
+    driver.settle()
+    assert second in driver.started
+    driver.idle(60.0)
+    assert not len(driver.cache.lends)
+    driver.check()
+
+
+def test_a_session_that_is_back_takes_the_hold_away() -> None:
+    driver, second = one_ends_and_one_waits()
+    assert len(driver.cache.lends) == 1
+    driver.arrive([*FIRST, 2], "first")
+    assert not len(driver.cache.lends)
+    driver.check()
+
+
+def test_nothing_is_held_where_nobody_waits() -> None:
+    driver = NodeDriver(blocks=18, settings=LATE)
+    driver.turn(FIRST, "first")
+    assert not len(driver.cache.lends)
+    driver.handle(Tick())
+    assert not [one for one in driver.pending if isinstance(one, StoreCopy)]
