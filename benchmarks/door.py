@@ -46,7 +46,7 @@ SHARED = (
     *(f"ownerserve{SEATS}{share}" for share in (0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0)),
     "ownerserve",
 )
-SETTINGS = ("idle_s", "return_s", "patience_s", "share")
+SETTINGS = ("idle_s", "return_s", "patience_s", "share", "overbooked")
 MODULES: Mapping[str, ModuleType] = {
     "LOSS": stay,
     "SMALL": stay,

@@ -138,6 +138,7 @@ def fixed_seats(share: float) -> SeatSettings:
     kept_s = SeatSettings().idle_s
     return SeatSettings(
         share=share,
+        overbooked=1.0,
         growth_tokens=GROWTH_TOKENS,
         idle_least_s=kept_s,
         return_s=0.001,

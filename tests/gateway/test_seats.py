@@ -278,6 +278,36 @@ def test_who_lost_its_state_makes_room_where_contexts_outgrow_memory(play: Play)
     play(scenario, engines=1, states=states, seats=SEATS, health_interval_s=60.0)
 
 
+@pytest.mark.parametrize("host_mib", [0, 96])
+def test_host_memory_that_a_worker_states_is_room_for_sessions(play: Play, host_mib: int) -> None:
+    """13,000 tokens each of a worker's 24,000: the second waits, unless host memory keeps both."""
+    host = {"name": "host", "bytes_total": host_mib << 20, "latency_ms": 0.1, "bytes_per_ms": 5e7}
+    total = 24_000 << 10
+    state = {
+        "version": 1,
+        "unit": {"worker": "w", "rank": 0, "incarnation": 5},
+        "load": {"as_of_s": 1.0, "kv_bytes_free": 0, "kv_bytes_total": total},
+        "profile": {"models": ["m"], "kv_bytes_per_token": 1024.0, "tiers": [host]},
+    }
+    long, other = (b'{"messages":"' + mark * 52_000 + b'"}' for mark in (b"x", b"y"))
+
+    async def scenario(world: World) -> None:
+        first, second = await world.client(), await world.client()
+        assert (await first.post(CHAT, long, x__session__id="a")).status == 200
+        asked = asyncio.ensure_future(second.post(CHAT, other, x__session__id="b"))
+        if not host_mib:
+            await waiting(world, 1)
+            assert not asked.done()
+            final = {"x__ownerserve__session__final": "1"}
+            assert (await first.post(CHAT, long, x__session__id="a", **final)).status == 200
+        answer = await asked
+        assert answer.status == 200
+        assert (answer["x-ownerserve-wait"] is None) is bool(host_mib)
+
+    states = [json.dumps(state).encode()]
+    play(scenario, engines=1, states=states, seats=SEATS, health_interval_s=60.0)
+
+
 def test_who_hangs_up_while_waiting_is_forgotten(play: Play) -> None:
     async def scenario(world: World) -> None:
         small(world)

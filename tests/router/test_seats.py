@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.ids import Incarnation, SessionId
-from ownerserve.kv.messages import RoutingUnit
+from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import RefillShare, WorkerLoad
+from ownerserve.plan.cost.prices import Coefficients, Medium
 from ownerserve.router.admission import Answer, SeatSettings, SessionAdmission, Wait
 from ownerserve.router.entry.fair import Ticket
 from ownerserve.router.entry.kept import PLACE_KEPT_S
@@ -513,7 +514,58 @@ def test_without_a_word_on_memory_there_is_no_limit() -> None:
     assert all(isinstance(answer, Enter) for answer in answers)
 
 
-@pytest.mark.parametrize("field", ["share", "idle_s", "return_s", "patience_s"])
+def entered(room: SessionAdmission, tokens: int) -> int:
+    """How many new sessions of so many tokens are let in."""
+    asked = [room.ask(s(f"n{n}"), tokens, parent=None, now_s=0.0) for n in range(99)]
+    return sum(one == ENTER for one in asked)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "sessions"),
+    [
+        ({}, 10),
+        ({Tier.HOST: 400_000_000}, 30),
+        ({Tier.HOST: 100_000_000}, 10),
+        ({Tier.DISK: 400_000_000}, 10),
+        ({Tier.HOST: 200_000_000, Tier.DISK: 800_000_000}, 15),
+    ],
+    ids=["none", "host", "less than the device", "a slow disk", "both"],
+)
+def test_host_memory_counts_where_it_brings_state_back_quickly(
+    tiers: dict[Tier, int], sessions: int
+) -> None:
+    """A first prompt of 8,192 tokens takes 8 ms to compute, 1 ms from host memory, 4 from disk."""
+    speed = replace(
+        PLAIN.speed,
+        prefill=Coefficients(0.0, 0.001, 0.0),
+        media={**PLAIN.speed.media, Tier.HOST: Medium(0.0, 8e6), Tier.DISK: Medium(0.0, 2e6)},
+    )
+    profile = replace(KNOWN, speed=speed, tier_bytes=tiers)
+    room = seats(profile, rules=replace(RULES, growth_tokens=0))
+    assert entered(room, 10_000) == sessions
+
+
+def says(room_of: Profile, *shares: float | None, busy: float | None = 0.5) -> SessionAdmission:
+    """In front of busy workers that say what refills would take, or nothing."""
+    room, workers = idle_seats(*[room_of] * len(shares), rules=replace(RULES, overbooked=1.2))
+    for worker, share in zip(workers, shares, strict=True):
+        said = () if share is None else (RefillShare(1, share),)
+        stamp = word(worker, free=0, evictable=0)
+        worker.stamp(replace(stamp, refill_shares=said, busy_share=busy), 0.0)
+        load(worker, sequences=1)
+    return room
+
+
+def test_sessions_are_expected_to_outgrow_the_memory_a_little_where_they_can_be_suspended() -> None:
+    """Each is expected to take 20,000 tokens of 100,000: five of them, or one more."""
+    assert entered(says(KNOWN, 0.5), 10_000) == 6
+    assert entered(says(KNOWN, None), 10_000) == 5
+    assert entered(says(KNOWN, 0.5, busy=None), 10_000) == 5
+    assert entered(says(KNOWN, 0.5, 0.5), 10_000) == 12
+    assert entered(says(KNOWN, 0.5, None), 10_000) == 10, "one that does not say will do"
+
+
+@pytest.mark.parametrize("field", ["share", "overbooked", "idle_s", "return_s", "patience_s"])
 def test_a_setting_out_of_range_is_named(field: str) -> None:
     with pytest.raises(InvalidInput, match=field):
         replace(SeatSettings(), **{field: 0.0})

@@ -51,7 +51,7 @@ from ownerserve.router.entry.inside import Seat
 from ownerserve.router.entry.kept import KeptPlaces
 from ownerserve.router.entry.lines import Back, SeatPatience
 from ownerserve.router.entry.promised import PromisedSessions
-from ownerserve.router.entry.seats import Seated, Seats
+from ownerserve.router.entry.seats import Seated, Seats, SeatShare
 from ownerserve.router.entry.stay import IdleStay
 from ownerserve.router.entry.terms import (
     ENTER,
@@ -73,7 +73,9 @@ REFILLS_PRICED = 4
 
 
 class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """share            of the fleet's memory for state, in tokens, that sessions inside may fill
+    """share            of the fleet's memory for state, in tokens, that sessions inside may fill;
+                        host memory counts where it brings state back quickly (entry/memory.py)
+    overbooked          what they are expected to grow to may come to so many times that
     growth_tokens       by how much a new session is expected to grow beyond its first prompt; None:
                         as those before it did (entry/growth.py)
     idle_s              an idle session's seat is free after this, or earlier (entry/stay.py)
@@ -84,6 +86,7 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     share: float = 1.0
+    overbooked: float = 1.1
     growth_tokens: int | None = None
     idle_s: float = 300.0
     idle_least_s: float = 0.0
@@ -91,7 +94,7 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        for field in ("share", "idle_s", "return_s", "patience_s"):
+        for field in ("share", "overbooked", "idle_s", "return_s", "patience_s"):
             if getattr(self, field) <= 0:
                 raise InvalidInput(field, f"{getattr(self, field)}", "use more than 0")
 
@@ -117,7 +120,8 @@ class SessionAdmission:
         self._fleet = fleet
         self.stay = IdleStay(self.settings.idle_s, least_s=self.settings.idle_least_s)
         patience = SeatPatience(self.settings.patience_s, self.settings.return_s)
-        self._seats = SeatsByModel(fleet, self.settings.share, patience)
+        share = SeatShare(self.settings.share, self.settings.overbooked)
+        self._seats = SeatsByModel(fleet, share, patience)
         self._promised = PromisedSessions()
         self._kept = KeptPlaces()
         self._grown = SessionGrowth()

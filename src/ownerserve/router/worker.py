@@ -19,6 +19,7 @@ the smallest (heard - as_of) of this life is the clocks' difference plus the fas
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import NewType
 
@@ -121,6 +122,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     actions: frozenset[PlacementAction] = EVERY_ENGINE
     kv_bytes_total: int = 0
     """Device memory for state; 0: unknown, taken as enough."""
+    tier_bytes: Mapping[Tier, int] = {}
+    """What each tier of its own below the device keeps, where it says so."""
     are_tokens_sized: bool = True
     """Whether it said what a token takes of its memory; else `speed` has an assumed size, by which
     nobody is held at the door."""

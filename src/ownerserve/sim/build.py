@@ -236,6 +236,7 @@ def _profile(setup: SimSetup, worker: SimWorker, pace: Pace, speed: Speed) -> Pr
     role = WorkerRole.HYBRID
     if setup.prefill_workers:
         role = WorkerRole.PREFILL if worker.index < setup.prefill_workers else WorkerRole.DECODE
+    own = {Tier.HOST: setup.tiers.host_bytes, Tier.DISK: setup.tiers.disk_bytes}
     return Profile(
         model=pace.model,
         spec_digest=pace.name,
@@ -243,6 +244,7 @@ def _profile(setup: SimSetup, worker: SimWorker, pace: Pace, speed: Speed) -> Pr
         speed=speed,
         actions=setup.granted.actions,
         kv_bytes_total=worker.kv_bytes_total,
+        tier_bytes={tier: count for tier, count in own.items() if count},
     )
 
 

@@ -61,6 +61,7 @@ def profile_of(status: WorkerStatus, *, default: Speed) -> tuple[Profile, tuple[
         speed=_speed(stated, default),
         actions=_actions(stated.actions),
         kv_bytes_total=status.load.kv_bytes_total,
+        tier_bytes=_tier_bytes(stated.tiers),
         are_tokens_sized=bool(stated.kv_bytes_per_token or stated.kv_bytes_per_sequence),
         sequence_tokens=stated.sequence_tokens,
         is_prefill_measured=stated.speed is not None
@@ -95,6 +96,12 @@ def _lends(stated: Sequence[str] | None) -> frozenset[Tier]:
     return frozenset(Tier(word) for word in stated if word in _TIERS)
 
 
+def _tier_bytes(stated: Sequence[TierStatement]) -> dict[Tier, int]:
+    """Return what the tiers that are a worker's own keep; a shared store is nobody's own."""
+    own = [one for one in stated if one.name in _OWN_TIERS]
+    return {Tier(one.name): one.bytes_total for one in own if one.bytes_total}
+
+
 def _speed(stated: ProfileStatement, default: Speed) -> Speed:
     media = dict(default.media)
     for tier in stated.tiers:
@@ -113,6 +120,7 @@ def _speed(stated: ProfileStatement, default: Speed) -> Speed:
 
 
 _TIERS = frozenset(tier.value for tier in Tier)
+_OWN_TIERS = frozenset((Tier.HOST.value, Tier.DISK.value))
 
 
 def _medium(tier: TierStatement) -> Medium:

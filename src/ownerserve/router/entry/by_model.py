@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from ownerserve.kv.ids import SessionId
 from ownerserve.router.entry.fair import Ticket
 from ownerserve.router.entry.lines import SeatPatience
-from ownerserve.router.entry.seats import Seats
+from ownerserve.router.entry.seats import Seats, SeatShare
 from ownerserve.router.fleet import Fleet
 
 
 class SeatsByModel:
     """The seats of all models, each with lines of its own; iteration goes over them."""
 
-    def __init__(self, fleet: Fleet, share: float, patience: SeatPatience) -> None:
+    def __init__(self, fleet: Fleet, share: SeatShare, patience: SeatPatience) -> None:
         self._fleet = fleet
         self._share = share
         self._patience = patience

@@ -37,12 +37,20 @@ class Seated(msgspec.Struct, frozen=True, gc=False):
     has_room: bool
 
 
+class SeatShare(msgspec.Struct, frozen=True, gc=False):
+    """A seat share is how much of the memory contexts inside may fill; what they are expected to
+    grow to may come to `overbooked` times that."""
+
+    memory: float
+    overbooked: float = 1.0
+
+
 class Seats:
     """The seats in the memory of the workers that serve `model` (None: all), of which sessions
     inside may fill a `share`."""
 
     def __init__(
-        self, fleet: Fleet, model: str | None, share: float, patience: SeatPatience
+        self, fleet: Fleet, model: str | None, share: SeatShare, patience: SeatPatience
     ) -> None:
         self.inside = SessionsInside()
         self.lines = SeatLines(patience)
@@ -112,7 +120,7 @@ class Seats:
         """Return how many tokens the workers hold of the sessions inside and one more; None: that
         is not known, and there is no limit."""
         sessions = len(self.inside) + 1
-        return capacity_tokens(self.workers, share=self._share, sessions=sessions)
+        return capacity_tokens(self.workers, share=self._share.memory, sessions=sessions)
 
     def back_in(self, now_s: float) -> list[Seated]:
         """Let in the first that was inside before and has room, or waits for too long, and all who
@@ -169,10 +177,20 @@ class Seats:
         does."""
         if not self.inside:
             return True
-        capacity = self.capacity_tokens()
-        return capacity is None or self.inside.held_tokens + prompt + growth <= capacity
+        booked = self._booked_tokens()
+        return booked is None or self.inside.held_tokens + prompt + growth <= booked
 
     def _beside_tokens(self) -> float:
-        """Return how many tokens of the memory the contexts inside, as they are, leave free."""
-        capacity = self.capacity_tokens()
-        return inf if capacity is None else capacity - self.inside.context_tokens
+        """Return how many tokens of what may be booked the contexts inside, as they are, leave."""
+        booked = self._booked_tokens()
+        return inf if booked is None else booked - self.inside.context_tokens
+
+    def _booked_tokens(self) -> float | None:
+        """Return how many tokens sessions may be expected to grow to: they are not all at their
+        longest at once, and those that displace one another can be suspended, where all workers say
+        what that takes. None: there is no limit."""
+        capacity, loads = self.capacity_tokens(), [worker.load for worker in self.workers]
+        if capacity is None:
+            return None
+        can_suspend = all(load.refill_shares and load.busy_share is not None for load in loads)
+        return capacity * (self._share.overbooked if can_suspend else 1.0)

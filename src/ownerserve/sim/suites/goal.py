@@ -52,8 +52,6 @@ AVOIDABLE_MAX = 0.05
 NETWORK_MIN = 2.0
 GIB = 1 << 30
 HOST = Tiers(host_bytes=256 * GIB)
-TIERED_SEATS = msgspec.structs.replace(SEATS, share=1.5)
-"""What leaves the device is tenths of a second away: half as many sessions more may be inside."""
 SHARE = 0.5
 
 KEPT = (
@@ -340,7 +338,7 @@ def _tiered_jobs(scale: Scale) -> dict[str, Job]:
         for policy in TIERED:
             setup = setup_of(policy, scale, lanes=LOADS[-1], seed=seed, tiers=HOST)
             if setup.seats is not None:
-                setup = msgspec.structs.replace(setup, seats=TIERED_SEATS)
+                setup = msgspec.structs.replace(setup, seats=SEATS)
             jobs[_tiered_label(policy, seed)] = Simulation("held_out", setup, while_full)
     return jobs
 
