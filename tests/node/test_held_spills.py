@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ownerserve.cache.pressure import HOLD_S
 from ownerserve.kv.ids import TurnId
+from ownerserve.node.retention.holds import HOLD_S
 from ownerserve.node.vocabulary.events import FindRecords, StoreCopy, Tick
 from ownerserve.node.vocabulary.settings import NodeSettings
 from tests.support.node.node_driver import B, NodeDriver
@@ -60,7 +60,7 @@ def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_a_moment() ->
 
 
 def test_a_session_that_is_back_takes_the_hold_away() -> None:
-    driver, second = one_ends_and_one_waits()
+    driver, _ = one_ends_and_one_waits()
     assert len(driver.cache.lends) == 1
     driver.arrive([*FIRST, 2], "first")
     assert not len(driver.cache.lends)

@@ -34,8 +34,6 @@ from ownerserve.kv.prefix import Packed
 
 READ_S = 30.0
 """A spill of which nothing was read for so long is lent no more."""
-HOLD_S = 0.5
-"""So long at most is kept what a session left, until it is copied."""
 LOOK = 256
 """Entries of point state, of each component, that one run looks at: those that would go next."""
 
@@ -118,8 +116,6 @@ class Pressure:
         self._lends = lends
         self.open_spills: dict[int, tuple[Packed, ...]] = {}
         """The prefixes of spills that wait for a report, by ticket."""
-        self._held: set[int] = set()
-        """Tickets of prefixes that are put away."""
         # The levels at which the last run found nothing to free: until they change none will.
         self._stuck: tuple[int, ...] = ()
         self._spill_again = True
@@ -304,25 +300,6 @@ class Pressure:
         stop = self._standing(prefix)
         if stop is not None:
             self._back(stop)
-
-    # -- what is put away ----------------------------------------------------------------------
-
-    def hold(self, prefix: Packed, now: float) -> int:
-        """Keep what is resident of `prefix` until `let` is told the ticket that is returned, HOLD_S
-        at most: it is being copied. A turn that runs takes the room all the same."""
-        ticket = self._lends.lend((prefix,), now, idle_s=HOLD_S)
-        self._held.add(ticket)
-        return ticket
-
-    def let(self, ticket: int) -> None:
-        """Keep it no longer. One that is over already is no error."""
-        self._held.discard(ticket)
-        self._lends.end(ticket)
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether state is kept for a moment, until it is off the device: a turn in line waits."""
-        return any(map(self._lends.stands, (*self.open_spills, *self._held)))
 
     def _standing(self, prefix: Packed) -> ResumeDepth | None:
         """Return the stop with the complete point state behind `prefix`, if the device has it

@@ -40,6 +40,7 @@ from ownerserve.kv.wire.rpc import (
     Seed,
 )
 from ownerserve.node.restore.sources import Walks
+from ownerserve.node.retention.holds import CopyHolds
 from ownerserve.node.vocabulary.events import TurnArrived
 from ownerserve.node.vocabulary.settings import NodeSettings
 
@@ -273,7 +274,7 @@ class RoomQueue:
     turn at most is brought on in less room than its whole prompt needs: the first that lacks it.
     Behind it all wait; it needs no more at once than a part beside what it has got. Where only
     lends keep that from it, it is let on and the oldest of them are revoked; but for a moment it
-    waits for what is being copied, or it would be computed again.
+    waits for what is being copied (retention.holds, cache.pressure).
 
     The class owns who waits. The cache owns the room; a promise made here is a number and holds no
     slot, so that a decode that grows may take it and nothing deadlocks (invariant 7).
@@ -287,6 +288,7 @@ class RoomQueue:
         walks: Walks,
         held_blocks: Callable[[TurnId], int],
         *,
+        holds: CopyHolds,
         settings: NodeSettings,
     ) -> None:
         block, part = cache.layout.block_tokens, settings.part_tokens
@@ -297,6 +299,7 @@ class RoomQueue:
         self._cache = cache
         self._walks = walks
         self._held_blocks = held_blocks
+        self._holds = holds
         self._room_wait_s = settings.room_wait_s
         self._turns: dict[TurnId, _LinedTurn] = {}
         self._waiting: set[TurnId] = set()
@@ -373,8 +376,8 @@ class RoomQueue:
 
     def _is_kept_by_lends(self, turn: _LinedTurn) -> bool:
         """Return whether there would be room for the turn if no lend stood."""
-        lends = self._cache.lends
-        if not len(lends) or self._cache.pressure.is_copying:
+        lends, spills = self._cache.lends, self._cache.pressure.open_spills
+        if not len(lends) or self._holds.any_stand or any(map(lends.stands, spills)):
             return False
         with lends.room.set_aside() as withheld:
             return self._short_blocks(turn) <= withheld

@@ -105,14 +105,14 @@ class NodeState:
             costs=costs,
             settings=settings,
         )
-        held = self.restores.held_blocks
-        self.room_queue = RoomQueue(cache, self.walks, held, settings=settings)
         self.checkpoints = Checkpoints(policy or TurnEnd(), planner.model, costs)
         self.gaps = SessionGaps(value, planner.abilities, settings)
         copies = RecordCopies(names, value, self.operations, self.checkpoints)
         self.idle_spills = IdleSpills(
             cache, self.chains, self.operations, copies=copies, gaps=self.gaps, settings=settings
         )
+        held, holds = self.restores.held_blocks, self.idle_spills.holds
+        self.room_queue = RoomQueue(cache, self.walks, held, holds=holds, settings=settings)
         self.pressure_relief = PressureRelief(
             cache,
             self.chains,
@@ -352,7 +352,7 @@ class NodeState:
         """Raise InvariantViolated unless the cache's books and the node's own agree."""
         self.cache.check()
         self.pressure_relief.check()
-        self.idle_spills.check()
+        self.idle_spills.holds.check()
         self.inventory.check()
         reserved, _ = self.cache.ingest.counts()
         on_hold = self.cache.ingest.on_hold(WriterKind.STORE)
@@ -453,6 +453,7 @@ class NodeState:
         store."""
         self.idle_spills.ended(session_id, points=points, ends=ends, now=now)
         if len(self.room_queue):  # its room is taken next
-            self.idle_spills.hold(session_id, now)
+            self.idle_spills.put_away(session_id)
+            self.idle_spills.holds.hold(session_id, now)
         self.prefetches.ended(session_id, now)
         self.on_device.ended(session_id)

@@ -24,6 +24,7 @@ from ownerserve.cache.sessions import ResidentPrefix
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
+from ownerserve.node.retention.holds import CopyHolds
 from ownerserve.node.retention.policy import Checkpoints, SessionGaps
 from ownerserve.node.retention.record_value import RecordValue, SessionValue
 from ownerserve.node.vocabulary.chains import Chains
@@ -187,8 +188,7 @@ class IdleSpills:
         self._idle: OrderedDict[SessionId, IdleSession] = OrderedDict()
         self.forks = Forks()
         """Sessions that others stand on: copied before others, and also when that saves little."""
-        self._held: dict[SessionId, int] = {}
-        """Tickets of sessions whose room others wait for, until they are copied."""
+        self.holds = CopyHolds(cache)
         self._due: dict[SessionId, float] = {}
         self._queue: list[tuple[float, SessionId]] = []  # of _due; entries may be out of date
         self._looking: dict[OperationId, SpillBatch] = {}
@@ -204,7 +204,6 @@ class IdleSpills:
     ) -> None:
         """Note that a turn of the session is over: it is idle until it comes back, and the state at
         the depths `points` is wanted in the store."""
-        self._let(session_id)
         before = self._idle.pop(session_id, None)
         wanted = {*points, *(before.points if before is not None else ())}
         self._idle[session_id] = IdleSession(now, wanted, ends)
@@ -212,7 +211,7 @@ class IdleSpills:
         if len(self._idle) > SESSIONS_KEPT:
             forgotten, _ = self._idle.popitem(last=False)
             self._due.pop(forgotten, None)
-            self._let(forgotten)
+            self.holds.let(forgotten)
             self._gaps.forget(forgotten)
 
     def _wait(self, session_id: SessionId, now: float) -> None:
@@ -233,7 +232,7 @@ class IdleSpills:
     def resumed(self, session_id: SessionId, now: float) -> None:
         """Note that the session is back: its gap is learnt, and what is not copied waits for the
         turn's end."""
-        self._let(session_id)
+        self.holds.let(session_id)
         idle = self._idle.get(session_id)
         if idle is None:
             return
@@ -265,24 +264,10 @@ class IdleSpills:
         return set(names)
 
     def put_away(self, session_id: SessionId) -> None:
-        """Make one idle session due now, since it leaves."""
+        """Make one idle session due now, since it leaves or others wait for its room."""
         if session_id in self._due:
             self._due[session_id] = 0.0
             heappush(self._queue, (0.0, session_id))
-
-    def hold(self, session_id: SessionId, now: float) -> None:
-        """Make an idle session due now and keep what it has on the device until it is copied, for a
-        moment at most: others wait for its room."""
-        self.put_away(session_id)
-        if session_id in self._due and session_id not in self._held:
-            tokens = self._cache.residents.tokens_of(session_id)
-            self._held[session_id] = self._cache.pressure.hold(tokens, now)
-
-    def _let(self, session_id: SessionId) -> None:
-        """Keep what the session has no longer."""
-        ticket = self._held.pop(session_id, None)
-        if ticket is not None:
-            self._cache.pressure.let(ticket)
 
     def is_pending(self, sessions: Set[SessionId]) -> bool:
         """Return whether anything of `sessions` is still to be copied."""
@@ -355,7 +340,7 @@ class IdleSpills:
             del self._due[session_id]
             batch = self._batch(session_id, self._idle[session_id])
             if batch is None:
-                self._let(session_id)
+                self.holds.let(session_id)
             else:
                 operation_id = self._operations.begin(self)
                 batch.until_s = now + FIND_DEADLINE_S + ECHO_S
@@ -370,7 +355,7 @@ class IdleSpills:
                 self._copying.popleft()
                 resident = None
                 self._done(batch.session_id)
-                self._let(batch.session_id)
+                self.holds.let(batch.session_id)
                 batch.is_asked = True
                 self._close(batch)
                 continue
@@ -405,7 +390,7 @@ class IdleSpills:
         for operation_id, batch in late:
             del self._looking[operation_id]
             self._operations.end(operation_id)
-            self._let(batch.session_id)
+            self.holds.let(batch.session_id)
         lost = list(takewhile(lambda item: item[1].until_s <= now, self._in_flight.items()))
         for operation_id, flying in lost:
             del self._in_flight[operation_id]
@@ -420,11 +405,6 @@ class IdleSpills:
     def is_busy(self) -> bool:
         """`is_busy` tells whether copies are being made or waited for."""
         return bool(self._looking or self._copying or self._in_flight)
-
-    def check(self) -> None:
-        """Raise InvariantViolated unless what is kept is that of sessions that are idle."""
-        if not self._held.keys() <= self._idle.keys():
-            raise InvariantViolated("invariant 1: a session that is not idle is kept to be copied")
 
     # -- parts ---------------------------------------------------------------------------------
 
