@@ -29,7 +29,7 @@ def one_ends_and_one_waits() -> tuple[NodeDriver, TurnId]:
 def test_who_waits_for_room_lets_what_a_turn_left_be_stored_first() -> None:
     driver, second = one_ends_and_one_waits()
     driver.handle(Tick())
-    assert second not in driver.started, "what the first left is being looked up and copied"
+    assert len(driver.state.room_queue) == 1, "what the first left is looked up, and copied"
     driver.settle()
     driver.idle(0.0)
     driver.run(second)
@@ -46,7 +46,7 @@ def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_a_moment() ->
     assert isinstance(look, FindRecords)
     driver.now += 0.9 * HOLD_S
     driver.handle(Tick())
-    assert second not in driver.started
+    assert len(driver.state.room_queue) == 1
     due_s = driver.state.next_due()
     assert due_s is not None and due_s <= HOLD_S, "it wakes by itself"
     driver.now = HOLD_S
