@@ -2,8 +2,8 @@
 
     python benchmarks/nic_bandwidth.py --traces FOLDER [--aiperf FILE] [--draws 10] [--json FILE]
 
-Simulated: four H200 with Qwen3-30B-A3B, device memory alone, `ownerserve`, 64 sessions of which 24
-or 48 are open at once. `--aiperf`: sessions that `aiperf synthesize agentic-code --num-sessions
+Simulated: four H200 with Qwen3-30B-A3B, device memory alone, `ownerserve` behind its door, or with
+`--seats none` without, 64 sessions of which 24 or 48 are open at once. `--aiperf`: sessions that `aiperf synthesize agentic-code --num-sessions
 200` made; its part is left out without them. Each draw is run at each bandwidth, so that they are
 compared in pairs: the mean of the draws' ratios to the run with the next smaller NIC, and to the
 one without, with its bootstrap 95 % interval. A NIC of 0 GB/s brings nothing in a session's life.
@@ -23,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from ownerserve.router.admission import SeatSettings
 from ownerserve.sim.config.setup import Links
 from ownerserve.sim.run import simulate
 from ownerserve.sim.suites.base import Scale
@@ -55,10 +56,14 @@ CASES = (
 COLUMNS = ("tasks_per_gpu_hour", "turn_p95_s", "turn_mean_s", "network_kv_bytes")
 
 
-def measure(case: Case, trace: Trace, nic_gb_s: float, seed: int) -> dict[str, float]:
+DOORS = {"shipped": SeatSettings(), "none": None}
+
+
+def measure(case: Case, trace: Trace, nic_gb_s: float, *, seed: int, door: str) -> dict[str, float]:
     """Return what one run did."""
     links = Links(nic_gb_s=nic_gb_s or DEAD_GB_S)
     setup = agents(OURS, Scale.FULL, lanes=case.lanes, sessions=SESSIONS, seed=seed, links=links)
+    setup = msgspec.structs.replace(setup, seats=DOORS[door])
     kept = while_full(simulate(trace, setup))
     return {name: kept[name] or 0.0 for name in COLUMNS}
 
@@ -107,6 +112,8 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--aiperf", type=Path)
     parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--first-draw", type=int, default=1)
+    parser.add_argument("--seats", choices=tuple(DOORS), default="shipped")
     parser.add_argument("--case", action="append", help="only the case of this name; several times")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -115,9 +122,9 @@ def main() -> None:
         if options.case and case.name not in options.case:
             continue
         runs: dict[float, list[dict[str, float]]] = {nic: [] for nic in NICS_GB_S}
-        for seed in range(1, options.draws + 1):
+        for seed in range(options.first_draw, options.first_draw + options.draws):
             for nic in NICS_GB_S:
-                runs[nic].append(measure(case, trace, nic, seed))
+                runs[nic].append(measure(case, trace, nic, seed=seed, door=options.seats))
                 told.append({"case": case.name, "seed": seed, "nic_gb_s": nic, **runs[nic][-1]})
             if options.json is not None:
                 options.json.write_bytes(msgspec.json.format(msgspec.json.encode(told)))
