@@ -4,8 +4,9 @@
     ours, no heat moves       the same, but an owner is never too hot for its session
     ours, POLICY              the same door, and another policy behind it
     POLICY                    a router policy (router.policies) without seats; all get the same news
-    POLICY, pulls             the same, and what the chosen worker lacks comes from a peer where that
-                              is cheaper than computing it, as under some originals (pulling.py)
+    POLICY, pulls             the same, and what the worker that it chooses lacks comes from a peer
+                              where that is cheaper than computing it, as some originals do
+                              (router.policies.pulling says which)
     POLICY + seats SHARE      either, sessions inside bounded to that share of memory: each until
                               300 s after its last turn, and let in at once when it is back
     CONTENDER, belady         the same, its evictors told when each conversation goes on
@@ -56,6 +57,7 @@ BARE = (
     f"kv_aware{PULLS}",
     f"dynamo{PULLS}",
     f"llm_d_precise{PULLS}",
+    f"least_load{PULLS}",
 )
 MAIN = ("ownerserve", "ear", "lmetric_gate")
 """Rivals of the short table: the others lie behind one of these in every table so far."""

@@ -26,7 +26,8 @@ def one_session() -> Trace:
     second = TraceRequest(
         1.0, (UNITS + MORE) * U, 8, runs=(head, (20_000, MORE)), after=(0,), think_s=5.0
     )
-    return Trace("one", "hand", U, "trace", "recorded", "unknown", (TraceSession("s0", (first, second)),))  # fmt: skip
+    session = TraceSession("s0", (first, second))
+    return Trace("one", "hand", U, "trace", "recorded", "unknown", (session,))
 
 
 def ran(trace: Trace, policy: str = "round_robin", **changes: Any) -> SimFleet:

@@ -6,7 +6,8 @@ Some originals of our baselines run over engines that do this, below the router 
 | original | how |
 |---|---|
 | llm_d_precise | llm-d's `p2p-source-producer`: once a worker is chosen, it names a peer with |
-| | the most of the prefix, and the engine reads that over NIXL (experimental there) |
+| | the most of the prefix, and the engine reads that over NIXL (experimental there). Its |
+| | guide leaves placement as it is; another set of weights goes by load (`least_load`) |
 | dynamo | KVBM (v2): the connector asks its hub who has the blocks, and pulls them over NIXL |
 | kv_aware | production-stack over LMCache, whose engines pull from peers (`enable_p2p`) |
 
