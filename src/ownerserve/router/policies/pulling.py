@@ -16,9 +16,9 @@ them states a way between engines, so that what is not where they send a turn is
 pool that all read (Mooncake's, HiCache's third level) is no peer: it is a store tier, which nodes
 read by themselves.
 
-This is more than the originals have: here a peer sends from its device too, where llm-d's and
-KVBM's send from host memory, and the prices of router.pricing decide, where llm-d pulls from a
-set count of tokens on.
+Unlike there, a peer sends from its device too, where llm-d's and KVBM's send from host memory; the
+prices of router.pricing decide, where llm-d pulls from a set count of tokens on; and state comes
+before the turn enters its worker's queue, where vLLM's connectors load when it is scheduled.
 """
 
 from __future__ import annotations
