@@ -4,7 +4,10 @@
     ours, no heat moves       the same, but an owner is never too hot for its session
     ours, POLICY              the same door, and another policy behind it
     POLICY                    a router policy (router.policies) without seats; all get the same news
-    POLICY + seats SHARE      the same, sessions inside bounded to that share of memory: each until
+    POLICY, pulls             the same, and what the worker that it chooses lacks comes from a peer
+                              where that is cheaper than computing it, as some originals do
+                              (router.policies.pulling says which)
+    POLICY + seats SHARE      either, sessions inside bounded to that share of memory: each until
                               300 s after its last turn, and let in at once when it is back
     CONTENDER, belady         the same, its evictors told when each conversation goes on
     pool GB/S                 all workers' host memory as one store behind least_load (Mooncake):
@@ -35,7 +38,7 @@ SHARES = (0.45, 0.8, 1.0, 1.5)
 NEVER_MS = 1e12
 DAY_S = 86_400.0
 """Nobody's client hangs up here."""
-SEATS, BELADY = " + seats ", ", belady"
+SEATS, BELADY, PULLS = " + seats ", ", belady", ", pulls"
 UNMOVED = "ours, no heat moves"
 GATED = "ours, lmetric_gate"
 
@@ -51,6 +54,10 @@ BARE = (
     "smetric",
     "preble",
     "llm_d_precise",
+    f"kv_aware{PULLS}",
+    f"dynamo{PULLS}",
+    f"llm_d_precise{PULLS}",
+    f"least_load{PULLS}",
 )
 MAIN = ("ownerserve", "ear", "lmetric_gate")
 """Rivals of the short table: the others lie behind one of these in every table so far."""
@@ -113,8 +120,10 @@ def setup_of(contender: str, case: Case, perturbation: int) -> SimSetup:
         policy, gb_s = "least_load", float(name.removeprefix(POOL))
         tiers = Tiers(remote_bytes=WORKERS * case.host_bytes)
         links = Links(nic_gb_s=gb_s, remote_gb_s=WORKERS * gb_s, remote_ms=POOL_MS)
+    pulls, policy = policy.endswith(PULLS), policy.removesuffix(PULLS)
     setup = SimSetup(
         policy=policy,
+        pulls="cheaper" if pulls else "never",
         workers=WORKERS,
         prefill_workers=WORKERS // 2 if policy in PD else 0,
         pace=PACE,

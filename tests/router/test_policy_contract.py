@@ -12,8 +12,9 @@ from ownerserve.router.decision import Decision, DispatchReason, RoutingRequest,
 from ownerserve.router.fleet import Candidates, Fleet
 from ownerserve.router.messages import Aborted, Done, Failed, Failure, FirstByte, Refuse
 from ownerserve.router.policies import ROUTING_POLICIES, RoutingPolicy, make_policy
+from ownerserve.router.policies.pulling import Pulling
 from ownerserve.router.requests.body import Usage
-from ownerserve.router.settings import Settings
+from ownerserve.router.settings import DEFAULTS, Settings
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, WorkerRole
 from tests.support.examples import examples
@@ -37,9 +38,18 @@ SOURCED = {
 }
 
 
-@pytest.fixture(params=ROUTING_POLICIES)
+PULLS = ", pulls"
+EVERY = (*ROUTING_POLICIES, f"kv_aware{PULLS}", f"round_robin{PULLS}")
+
+
+def made(name: str, settings: Settings = DEFAULTS) -> RoutingPolicy:
+    policy = make_policy(name.removesuffix(PULLS), settings)
+    return Pulling(policy) if name.endswith(PULLS) else policy
+
+
+@pytest.fixture(params=EVERY)
 def policy(request: pytest.FixtureRequest) -> RoutingPolicy:
-    return make_policy(request.param)
+    return made(request.param)
 
 
 def questions(fleet: Fleet) -> list[RoutingRequest]:
@@ -128,9 +138,9 @@ def test_it_reads_and_never_counts(policy: RoutingPolicy) -> None:
     fleet.check()
 
 
-@pytest.mark.parametrize("name", ROUTING_POLICIES)
+@pytest.mark.parametrize("name", EVERY)
 def test_two_of_a_kind_agree(name: str) -> None:
-    one, other = (decisions(make_policy(name)) for _ in range(2))
+    one, other = (decisions(made(name)) for _ in range(2))
     assert [d.worker.id for _, _, d in one] == [d.worker.id for _, _, d in other]
     assert [(d.action, d.reason) for _, _, d in one] == [(d.action, d.reason) for _, _, d in other]
 
@@ -147,13 +157,13 @@ def test_new_sessions_spread_over_an_idle_fleet(policy: RoutingPolicy, profile: 
     assert {worker.bound_sessions for worker in state.fleet} == {16}
 
 
-@pytest.mark.parametrize("name", ROUTING_POLICIES)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("seed", range(examples(3)))
 def test_the_books_stay_whole_under_any_load(name: str, seed: int) -> None:
     """Random turns, forks, failures and hang-ups through the state: audited all along."""
     draw = random.Random(seed)
     settings = Settings(hot_ms=5.0, cool_s=2.0)
-    state = RouterState(make_policy(name, settings), settings=settings)
+    state = RouterState(made(name, settings), settings=settings)
     raise_up(state, "w0", "w1", "w2", "w3", "w4")
     live = []
     for step in range(300):

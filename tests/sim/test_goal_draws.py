@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from goal import tables
@@ -27,6 +28,7 @@ from goal.contenders import (
 )
 from goal.families import FAMILIES, Sources, cases, drawn_anew
 from goal.paired import paired
+from ownerserve.kv.errors import InvalidInput
 from ownerserve.report.page import Verdict
 from ownerserve.sim.run import simulate
 from ownerserve.sim.suites.base import Scale
@@ -126,6 +128,18 @@ def test_every_contender_is_a_setup() -> None:
     assert len(set(names)) == len(names)
     setups = [setup_of(name, case, number) for name in names for number in (0, 1)]
     assert len({repr(setup) for setup in setups}) == len(setups)
+
+
+def test_a_contender_that_pulls_is_its_policy_over_engines_that_pull() -> None:
+    trace = drawn_anew(1, scale=Scale.QUICK)
+    (case,) = cases("drawn", trace, 1, loads=["above"], scale=Scale.QUICK)
+    for name in ("dynamo", "dynamo + seats 1.0", "ours, lmetric_gate"):
+        policy, at, share = name.partition(" + ")
+        alone, pulling = setup_of(name, case, 0), setup_of(f"{policy}, pulls{at}{share}", case, 0)
+        assert (alone.pulls, pulling.pulls) == ("never", "cheaper")
+        assert msgspec.structs.replace(pulling, pulls="never") == alone
+    with pytest.raises(InvalidInput):
+        setup_of("ours, pulls", case, 0)
 
 
 def test_how_fast_a_fleet_truly_is_is_drawn_alike_for_all_of_a_pair() -> None:

@@ -24,6 +24,7 @@ from ownerserve.router.entry.running import RunningLimit
 from ownerserve.router.learning import Learning
 from ownerserve.router.policies import RoutingPolicy, make_policy
 from ownerserve.router.policies.apart import lacking, unmet
+from ownerserve.router.policies.pulling import Pulling
 from ownerserve.router.settings import PRIOR, Settings, WorkloadFacts, by_hand, derive
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import Profile, Speed, WorkerRole
@@ -207,7 +208,10 @@ def _check_abilities(setup: SimSetup, spec: ModelSpec, block_tokens: int) -> Non
 def _policy(setup: SimSetup, settings: Settings, parts: BaselineParts) -> RoutingPolicy:
     if setup.oracle == "infinite":
         return FreeTransfer()
-    return parts.policy(settings) if parts.policy else make_policy(setup.policy, settings)
+    if parts.policy:
+        return parts.policy(settings)
+    policy = make_policy(setup.policy, settings)
+    return Pulling(policy) if setup.pulls == "cheaper" else policy
 
 
 def _transfers(setup: SimSetup, heap: Heap, timeout_s: float) -> Transfers:

@@ -53,4 +53,4 @@ def make_policy(name: str, settings: Settings = DEFAULTS) -> RoutingPolicy:
     return TUNED[name](settings) if name in TUNED else PLAIN[name]()
 
 
-__all__ = ["ROUTING_POLICIES", "RoutingPolicy", "RoutingRequest", "make_policy"]
+__all__ = ["ROUTING_POLICIES", "TUNED", "RoutingPolicy", "RoutingRequest", "make_policy"]

@@ -16,7 +16,7 @@ from ownerserve.kv.errors import InvalidInput
 from ownerserve.kv.messages import PlacementAction
 from ownerserve.router.admission import SeatSettings
 from ownerserve.router.entry.queue import QueueSettings
-from ownerserve.router.policies import ROUTING_POLICIES
+from ownerserve.router.policies import ROUTING_POLICIES, TUNED
 from ownerserve.sim.config import faults
 from ownerserve.sim.config.clients import ClientSettings
 from ownerserve.sim.config.faults import Fault
@@ -95,6 +95,8 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     longest_fold      decode steps in one event at most; 1 simulates every step
     gap_moves         whether gateways have idle sessions moved, and hot prefixes copied, between
                       turns where a decision wanted it: granted, or never
+    pulls             whether a policy that brings nothing has what a peer holds brought where it
+                      sends a turn: never, or where that is cheaper (router.policies.pulling)
     transfer_s        after so long without room a transfer is given up
     cache_policy      eviction order on the device (cache.policies)
     abilities         what engines may do: ideal, or what hf, vllm or vllm-replay workers state
@@ -125,6 +127,7 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 256
     longest_fold: int = FOLD_MAX
     gap_moves: Literal["granted", "never"] = "granted"
+    pulls: Literal["never", "cheaper"] = "never"
     transfer_s: float = 30.0
     cache_policy: str = DEFAULT_EVICTION
     abilities: EngineAbilities = "ideal"
@@ -146,6 +149,9 @@ class SimSetup(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidInput(
                 "policy", f"{self.policy!r}", f"use one of {', '.join(ROUTING_POLICIES)}"
             )
+        if self.pulls != "never" and self.policy in TUNED:
+            problem = f"{self.policy} brings state by its own prices"
+            raise InvalidInput("pulls", problem, "leave it, or use another policy")
         if self.policy in PD and PlacementAction.REMOTE_PREFILL not in self.granted.actions:
             raise InvalidInput(
                 "policy",
