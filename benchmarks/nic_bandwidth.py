@@ -3,10 +3,11 @@
     python benchmarks/nic_bandwidth.py --traces FOLDER [--aiperf FILE] [--draws 10] [--json FILE]
 
 Simulated: four H200 with Qwen3-30B-A3B, device memory alone, `ownerserve` behind its door, or with
-`--seats none` without, 64 sessions of which 24 or 48 are open at once. `--aiperf`: sessions that `aiperf synthesize agentic-code --num-sessions
-200` made; its part is left out without them. Each draw is run at each bandwidth, so that they are
-compared in pairs: the mean of the draws' ratios to the run with the next smaller NIC, and to the
-one without, with its bootstrap 95 % interval. A NIC of 0 GB/s brings nothing in a session's life.
+`--seats none` without, 64 sessions of which 24 or 48 are open at once. `--aiperf`: sessions that
+`aiperf synthesize agentic-code --num-sessions 200` made; its part is left out without them. Each
+draw is run at each bandwidth, so that they are compared in pairs: the mean of the draws' ratios to
+the run with the next smaller NIC, and to the one without, with its bootstrap 95 % interval. A NIC
+of 0 GB/s brings nothing in a session's life.
 `--json` is written on after each draw.
 """
 
