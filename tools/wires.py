@@ -75,7 +75,6 @@ STATED = "a gateway's /status shows the whole of what a worker states, for peopl
 READ: dict[str, str] = {
     "ownerserve.kv.wire.rpc.Admit.ahead_prefill_tokens": "by who asks POST /ownerserve/admit",
     "ownerserve.kv.wire.status.ProfileStatement.rpc": "gateway/service.py, of health's copy",
-    "ownerserve.kv.wire.status.TierStatement.bytes_total": STATED,
 }
 """Fields that are read where this can't see it, and by whom."""
 
