@@ -19,7 +19,7 @@ from ownerserve.router.messages import Down, Gone, Refuse, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
 from tests.support.gateway.world import Play, World
 from tests.support.router.stays import FixedStay
-from tests.support.waits import WAIT_S
+from tests.support.waits import WAIT_S, until_async
 
 SEATS = SeatSettings(share=1.0, growth_tokens=0, idle_s=60.0, patience_s=60.0)
 BRIEF = SeatSettings(share=1.0, growth_tokens=0, idle_s=0.2, patience_s=60.0)
@@ -180,6 +180,37 @@ def test_a_sub_agent_that_its_client_names_does_not_wait(play: Play) -> None:
             CHAT, OTHER, **{k.replace("-", "__"): v for k, v in names.items()}
         )
         assert child.status == 200
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
+def conversation(shared: int, mark: bytes) -> bytes:
+    """A body of 7,000 bytes that begins with so many of one sort."""
+    return b'{"messages":"%b"}' % (b"x" * shared + mark * (7000 - shared))
+
+
+@pytest.mark.parametrize("name", ["c", None], ids=["named itself", "has no name"])
+def test_a_fork_that_nobody_names_does_not_wait_and_who_shares_less_does(
+    play: Play, name: str | None
+) -> None:
+    """Of 7,000 bytes the one has 4,096 in common with a session inside, the other 2,048, as far as
+    whole pieces are compared: a system prompt."""
+
+    async def scenario(world: World) -> None:
+        small(world, tokens=2000)
+        client, other = await world.client(), await world.client()
+        assert (await client.post(CHAT, conversation(7000, b""), x__session__id="a")).status == 200
+        late = asyncio.ensure_future(other.post(CHAT, conversation(3000, b"z"), x__session__id="b"))
+        await waiting(world, 1)
+        said = {} if name is None else {"x__session__id": name}
+        fork = asyncio.ensure_future(client.post(CHAT, conversation(4500, b"y"), **said))
+        await until_async(lambda: fork.done() or len(world.gateway.turns.admission) > 1)
+        assert fork.done() and (await fork).status == 200
+        assert not late.done()
+        late.cancel()
+        other.hang_up()
+        await waiting(world, 0)
+        world.gateway.turns.admission.seats.check()
 
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
 
