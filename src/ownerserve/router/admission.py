@@ -80,7 +80,8 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     idle_least_s        but not before this; as much as `idle_s`: after that and never earlier
     return_s            a session that was inside before waits for room so long at most
     patience_s          the first in line is let in, room or not, so long after it came and the one
-                        before it was let in: behind N others one waits (N + 1) times this at most
+                        before it was let in: behind N others, before which the fair line puts M
+                        that come later, one waits (N + 2 M + 1) times this at most
     """
 
     share: float = 1.0
