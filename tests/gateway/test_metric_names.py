@@ -62,4 +62,4 @@ def test_times_are_in_seconds_and_sizes_in_bytes(families: list[Family]) -> None
         assert re.fullmatch(r"ownerserve(_[a-z]+)+", family.name), family
         assert family.text, family
         if family.kind == "histogram":
-            assert family.name.endswith(("_seconds", "_tokens")), family
+            assert family.name.endswith(("_seconds", "_tokens", "_turns")), family

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,7 @@ from ownerserve.router.messages import Down, Gone, Refuse, WorkerDown, WorkerUp
 from ownerserve.router.worker import Profile
 from tests.support.gateway.world import Play, World
 from tests.support.router.stays import FixedStay
-from tests.support.waits import WAIT_S
+from tests.support.waits import WAIT_S, until_async
 
 SEATS = SeatSettings(share=1.0, growth_tokens=0, idle_s=60.0, patience_s=60.0)
 BRIEF = SeatSettings(share=1.0, growth_tokens=0, idle_s=0.2, patience_s=60.0)
@@ -184,6 +186,37 @@ def test_a_sub_agent_that_its_client_names_does_not_wait(play: Play) -> None:
     play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
 
 
+def conversation(shared: int, mark: bytes) -> bytes:
+    """A body of 7,000 bytes that begins with so many of one sort."""
+    return b'{"messages":"%b"}' % (b"x" * shared + mark * (7000 - shared))
+
+
+@pytest.mark.parametrize("name", ["c", None], ids=["named itself", "has no name"])
+def test_a_fork_that_nobody_names_does_not_wait_and_who_shares_less_does(
+    play: Play, name: str | None
+) -> None:
+    """Of 7,000 bytes the one has 4,096 in common with a session inside, the other 2,048, as far as
+    whole pieces are compared: a system prompt."""
+
+    async def scenario(world: World) -> None:
+        small(world, tokens=2000)
+        client, other = await world.client(), await world.client()
+        assert (await client.post(CHAT, conversation(7000, b""), x__session__id="a")).status == 200
+        late = asyncio.ensure_future(other.post(CHAT, conversation(3000, b"z"), x__session__id="b"))
+        await waiting(world, 1)
+        said = {} if name is None else {"x__session__id": name}
+        fork = asyncio.ensure_future(client.post(CHAT, conversation(4500, b"y"), **said))
+        await until_async(lambda: fork.done() or len(world.gateway.turns.admission) > 1)
+        assert fork.done() and (await fork).status == 200
+        assert not late.done()
+        late.cancel()
+        other.hang_up()
+        await waiting(world, 0)
+        world.gateway.turns.admission.seats.check()
+
+    play(scenario, engines=1, seats=SEATS, health_interval_s=60.0)
+
+
 def test_a_session_has_one_seat_whatever_its_turns_call_it(play: Play) -> None:
     """A turn that names the answer before it was a new session to the seats: it waited for its own
     seat, and its end freed none."""
@@ -239,43 +272,81 @@ def test_who_was_inside_and_whose_state_is_gone_waits_for_room(play: Play) -> No
     play(scenario, engines=1, seats=BRIEF, health_interval_s=60.0)
 
 
-def test_who_lost_its_state_makes_room_where_contexts_outgrow_memory(play: Play) -> None:
-    """Two sessions have 13,000 tokens each of a worker's 24,000, which is busy and says that
-    bringing back what such a prompt displaces would take it twice the time it has. The one whose
-    state went waits till the other is over."""
-    load = {"as_of_s": 1.0, "kv_bytes_free": 0, "kv_bytes_total": 24_000 << 10}
+TOLD = {"refill_shares": [[1, 2.0]]}
+"""Bringing back what a prompt displaces would take a worker twice the time it has."""
+UNTOLD: dict[str, Any] = {}
+"""As workers of vLLM say it: nothing."""
+
+
+def busy(refills: Sequence[dict[str, Any]]) -> list[bytes]:
+    """What busy workers state that have 24,000 tokens of memory in all."""
+    tokens = 24_000 // len(refills)
+    load = {"as_of_s": 1.0, "kv_bytes_free": 0, "kv_bytes_total": tokens << 10, "busy_share": 0.9}
     state = {
         "version": 1,
         "unit": {"worker": "w", "rank": 0, "incarnation": 5},
-        "load": {**load, "refill_shares": [[1, 2.0]], "busy_share": 0.9},
         "profile": {"models": ["m"], "kv_bytes_per_token": 1024.0},
     }
-    long, other = (b'{"messages":"' + mark * 52_000 + b'"}' for mark in (b"x", b"y"))
+    return [json.dumps({**state, "load": {**load, **one}}).encode() for one in refills]
 
-    async def scenario(world: World) -> None:
-        gateway = world.gateway
-        (worker,) = gateway.state.fleet.up
-        world.engines[0].usage = (
+
+LONG, LONG_OTHER = (b'{"messages":"' + mark * 52_000 + b'"}' for mark in (b"x", b"y"))
+
+
+async def outgrown(world: World) -> None:
+    """Two sessions come to have 13,000 tokens each, and the state of the first goes."""
+    gateway = world.gateway
+    for engine in world.engines:
+        engine.usage = (
             b'{"prompt_tokens": 13000, "completion_tokens": 1,'
             b' "prompt_tokens_details": {"cached_tokens": 0}}'
         )
-        first, second = await world.client(), await world.client()
-        assert (await first.post(CHAT, ONE, x__session__id="a")).status == 200
-        ((session, _),) = gateway.state.sessions.items()
-        assert (await second.post(CHAT, OTHER, x__session__id="b")).status == 200
+    client = await world.client()
+    assert (await client.post(CHAT, ONE, x__session__id="a")).status == 200
+    ((session, _),) = gateway.state.sessions.items()
+    assert (await client.post(CHAT, OTHER, x__session__id="b")).status == 200
+    for worker in gateway.state.fleet.up:
         gateway.state.handle(Gone(worker.unit, Tier.DEVICE, session=session), gateway.now())
-        held = asyncio.ensure_future(first.post(CHAT, long, x__session__id="a"))
+
+
+@pytest.mark.parametrize("refills", [[TOLD], [TOLD, TOLD]], ids=["one worker", "two"])
+def test_who_lost_its_state_makes_room_where_contexts_outgrow_memory(
+    play: Play, refills: list[dict[str, Any]]
+) -> None:
+    """The one whose state went waits till the other is over."""
+
+    async def scenario(world: World) -> None:
+        await outgrown(world)
+        first, second = await world.client(), await world.client()
+        held = asyncio.ensure_future(first.post(CHAT, LONG, x__session__id="a"))
         await waiting(world, 1)
-        assert (await second.post(CHAT, other, x__session__id="b")).status == 200, "b goes on"
+        assert (await second.post(CHAT, LONG_OTHER, x__session__id="b")).status == 200, "b goes on"
         assert not held.done()
-        last = await second.post(CHAT, other, x__session__id="b", x__ownerserve__session__final="1")
+        last = await second.post(
+            CHAT, LONG_OTHER, x__session__id="b", x__ownerserve__session__final="1"
+        )
         assert last.status == 200
         answer = await held
         assert answer.status == 200
         assert (answer["x-ownerserve-wait"] or "").startswith("state;ms=")
 
-    states = [json.dumps(state).encode()]
-    play(scenario, engines=1, states=states, seats=SEATS, health_interval_s=60.0)
+    play(scenario, engines=len(refills), states=busy(refills), seats=SEATS)
+
+
+@pytest.mark.parametrize(
+    "refills", [[UNTOLD], [TOLD, UNTOLD]], ids=["vLLM's alone", "vLLM's beside another"]
+)
+def test_nobody_is_suspended_where_one_worker_does_not_say_what_refills_take(
+    play: Play, refills: list[dict[str, Any]]
+) -> None:
+    async def scenario(world: World) -> None:
+        await outgrown(world)
+        client = await world.client()
+        answer = await client.post(CHAT, LONG, x__session__id="a")
+        assert (answer.status, answer["x-ownerserve-wait"]) == (200, None)
+        world.gateway.turns.admission.seats.check()
+
+    play(scenario, engines=len(refills), states=busy(refills), seats=SEATS)
 
 
 @pytest.mark.parametrize("host_mib", [0, 96])

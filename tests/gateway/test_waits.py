@@ -96,6 +96,9 @@ def test_a_turn_that_waited_to_run_says_so_everywhere(play: Play) -> None:
             assert round(row["waited_s"] * 1000) == wait[1]
         assert [] in kept.values(), "the first did not wait"
         assert samples(world, "turn_wait_seconds")["_count", "running"] == 2
+        places = samples(world, "turn_wait_place_turns")
+        assert [places["_bucket", "running", at] for at in ("1.0", "2.0", "+Inf")] == [1, 2, 2]
+        assert (places["_sum", "running"], places["_count", "seat"]) == (1 + 2, 0)
         await first.reader.readuntil(LAST)
         straight = await (await world.client()).post(CHAT, WHOLE)
         assert straight["x-ownerserve-wait"] is None
@@ -126,7 +129,8 @@ def test_who_is_turned_away_after_a_wait_hears_how_long_it_was(play: Play) -> No
         late = await client.post(CHAT, WHOLE, x__ownerserve__deadline__ms="60")
         ((reason, waited_ms, *place),) = waits_in(late["x-ownerserve-wait"])
         assert late.status == 429 and (reason, place) == ("running", [1, 1]) and waited_ms >= 50
-        assert samples(world, "turn_wait_seconds")["_count", "running"] == 0, "it did not go on"
+        for family in ("turn_wait_seconds", "turn_wait_place_turns"):
+            assert samples(world, family)["_count", "running"] == 0, "it did not go on"
         world.engines[0].go_on.set()
         await first.reader.readuntil(LAST)
 
@@ -148,6 +152,7 @@ def test_a_session_that_waits_for_a_seat_in_vain_is_let_in_and_counted(play: Pla
         assert (reason, place) == ("seat", [1, 1]) and waited_ms >= 490
         assert samples(world, "let_in_without_room") == {("_total",): 1}
         assert samples(world, "turn_wait_seconds")["_count", "seat"] == 1
+        assert samples(world, "turn_wait_place_turns")["_bucket", "seat", "1.0"] == 1
         told = (await asked(world, "/status"))["queue"]
         assert (told["without_room"], told["first"]) == (1, [])
 

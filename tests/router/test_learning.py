@@ -31,6 +31,7 @@ from ownerserve.router.settings import (
 from ownerserve.router.state import RouterState
 from ownerserve.router.worker import DEFAULT_SPEED, Profile
 from ownerserve.router.workload import ONE_MAX, TURNS_KEPT, EndedTurn, WorkloadWindow
+from tests.support.children import ROOT
 from tests.support.router.fleets import load
 
 SMALL = WorkloadFacts(
@@ -227,6 +228,51 @@ def test_only_the_prior_and_the_window_say_what_sessions_are_like() -> None:
     assert makes["derive"] == {"router/learning.py", "sim/build.py", "cli/placement.py"}
     for path in (root / "router").rglob("*.py"):
         assert "ownerserve.trace" not in path.read_text(), path
+
+
+FITTED = {
+    "BUSY_LEAST", "GROWTH_ASSUMED_SHARE", "GROWTH_ASSUMED_TOKENS", "LOSS", "REFILLS_ASSUMED",
+    "REFILL_MOST", "SMALL", "overbooked", "patience_s", "return_s", "share",
+}  # fmt: skip
+"""Numbers of the door that were chosen on sessions: docs/evidence/admission.md says on which."""
+CHOSEN = {
+    "BIAS_MAX", "FLOWS_MIN", "FORGET", "IDLE_MAX", "LONGEST_GAP_S", "LOOK_S", "MEMORY_S",
+    "MINUTE_S", "OVER_LEAST", "QUICK", "PLACES_MAX", "PLACE_KEPT_S", "PROMISES_MAX", "REFILLS_PRICED",
+    "RETRY_MAX_S", "RETRY_MIN_S", "RETURNS_KEPT", "RETURNS_LEAST", "SESSIONS_KEPT", "STALE_MAX",
+    "STAYS_S", "STAY_EVERY_S", "TIER_SHARE", "TURNS_LEAST", "idle_least_s", "idle_s",
+}  # fmt: skip
+"""Numbers of it that no session chose: how much is remembered, how often it is looked at, how
+long clients and tools may take."""
+
+
+def test_the_door_has_no_number_of_sessions_but_those_that_are_said() -> None:
+    """A number that joins them has to be put with one or the other, and the first kind into the
+    document."""
+    root = Path(ownerserve.__file__).parent
+    folder = root / "router" / "entry"
+    numbers: set[str] = set()
+    for path in (root / "router" / "admission.py", *folder.rglob("*.py")):
+        numbers |= _numbers(ast.parse(path.read_text()))
+    assert numbers == FITTED | CHOSEN
+    said = (ROOT / "docs" / "evidence" / "admission.md").read_text()
+    assert {name for name in FITTED if f"`{name}`" not in said} == set()
+
+
+def _numbers(tree: ast.Module) -> set[str]:
+    """The names to which a module gives a number, and the fields of the door's settings."""
+    bodies = [tree.body]
+    bodies += [one.body for one in tree.body
+               if isinstance(one, ast.ClassDef) and one.name == "SeatSettings"]  # fmt: skip
+    found: set[str] = set()
+    for node in (one for body in bodies for one in body):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        values = [one.value for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+        if any(isinstance(one, int | float) for one in values):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {one.id for target in targets for one in ast.walk(target)
+                      if isinstance(one, ast.Name)}  # fmt: skip
+    return found
 
 
 def _from_settings(tree: ast.Module) -> set[str]:

@@ -13,7 +13,13 @@ from ownerserve.kv.ids import Incarnation, SessionId
 from ownerserve.kv.messages import RoutingUnit, Tier
 from ownerserve.kv.wire.status import RefillShare, WorkerLoad
 from ownerserve.plan.cost.prices import Coefficients, Medium
-from ownerserve.router.admission import Answer, SeatSettings, SessionAdmission, Wait
+from ownerserve.router.admission import (
+    Answer,
+    SeatSettings,
+    SessionAdmission,
+    Wait,
+    forked_from,
+)
 from ownerserve.router.entry.fair import Ticket
 from ownerserve.router.entry.kept import PLACE_KEPT_S
 from ownerserve.router.entry.terms import ENTER, Enter, LinePlace, WaitReason
@@ -81,6 +87,32 @@ def test_later_turns_and_sub_agents_never_wait() -> None:
     assert room.ask(s("a"), 300_000, parent=None, now_s=1.0) == ENTER
     assert room.ask(s("a/sub"), 50_000, parent=s("a"), now_s=1.0) == ENTER
     room.check()
+
+
+@pytest.mark.parametrize(
+    ("named", "like", "shared", "fork_of"),
+    [
+        ("main", "other", 0.0, "main"),
+        ("main", "other", 1000.0, "main"),
+        ("main", None, 0.0, "main"),
+        (None, "other", 1000.0, "other"),
+        (None, "other", 500.0, "other"),
+        (None, "other", 499.0, None),
+        (None, "other", 0.0, None),
+        (None, None, 1000.0, None),
+        (None, None, 0.0, None),
+    ],
+    ids=[
+        "named, and like another", "named, and all another's", "named, like none", "all", "half",
+        "less than half", "nothing", "like none", "new",
+    ],
+)  # fmt: skip
+def test_who_is_a_fork_of_whom(
+    named: str | None, like: str | None, shared: float, fork_of: str | None
+) -> None:
+    """Of a prompt of 1,000."""
+    asked = [None if name is None else s(name) for name in (named, like)]
+    assert forked_from(*asked, shared=shared, prompt=1000.0) == fork_of
 
 
 def test_turns_and_sub_agents_that_wait_with_a_first_turn_enter_with_it() -> None:

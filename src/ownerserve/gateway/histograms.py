@@ -1,4 +1,5 @@
-"""Histograms count what the gateway measures of turns by bucket: times in seconds, and tokens."""
+"""Histograms count what the gateway measures of turns by bucket: times in seconds, tokens, and
+places in line."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 TOKEN_BUCKETS = (0, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+PLACE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 

@@ -28,7 +28,7 @@ from ownerserve.gateway.config import Config
 from ownerserve.gateway.entry.comments import WaitComments
 from ownerserve.gateway.entry.entering import Entering
 from ownerserve.gateway.entry.telling import wait_line
-from ownerserve.gateway.histograms import TOKEN_BUCKETS, Histogram
+from ownerserve.gateway.histograms import PLACE_BUCKETS, TOKEN_BUCKETS, Histogram
 from ownerserve.gateway.http.access import Address, open_access
 from ownerserve.gateway.http.client import HttpRequest
 from ownerserve.gateway.http.door import descriptor_limit, share_of
@@ -784,6 +784,8 @@ class Observer:
         who counts only one of them hides it in the other (seed 003, v5)."""
         self.waits_for_s = {reason: Histogram() for reason in WaitReason}
         """By what they waited for, of turns that did and went on."""
+        self.places = {reason: Histogram(PLACE_BUCKETS) for reason in WaitReason}
+        """Where the same turns stood in line when they came."""
         self.waits_s: dict[tuple[str, SessionClass], Histogram] = {}
         """By tenant and class, of turns that were let in through a queue that is not open."""
         self.not_let_in: Counter[tuple[str, str, str]] = Counter()
@@ -823,8 +825,9 @@ class Observer:
         waits.observe(waited_s)
 
     def waited(self, wait: TurnWait) -> None:
-        """Count how long a turn waited for one thing (QueueWatch)."""
+        """Count how long a turn waited for one thing, and behind how many it came (QueueWatch)."""
         self.waits_for_s[wait.reason].observe(wait.waited_s)
+        self.places[wait.reason].observe(wait.came.place)
 
     def turned_away(self, turn: EnteringTurn, reason: TurnAwayReason) -> None:
         """Count a turn that the queue turned away (QueueWatch)."""

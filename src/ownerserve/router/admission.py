@@ -81,8 +81,9 @@ class SeatSettings(msgspec.Struct, frozen=True, kw_only=True):
     idle_s              an idle session's seat is free after this, or earlier (entry/stay.py)
     idle_least_s        but not before this; as much as `idle_s`: after that and never earlier
     return_s            a session that was inside before waits for room so long at most
-    patience_s          the first in line is let in, room or not, so long after it came and the one
-                        before it was let in: behind N others one waits (N + 1) times this at most
+    patience_s          who came first of those in line is let in, room or not, so long after it
+                        came and the one before it was let in: behind N who came earlier one waits
+                        (N + 1) times this at most, whatever the fair line lets in meanwhile
     """
 
     share: float = 1.0

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from ownerserve.engines.vllm.scheduler_side.holding import Holding
 from ownerserve.engines.vllm.scheduler_side.node_rpc import (
@@ -35,13 +36,21 @@ from ownerserve.kv.wire.rpc import (
     Status,
     StatusIs,
 )
+from ownerserve.kv.wire.status import RefillShare
 from ownerserve.node.rpc.server import RpcClient
 from ownerserve.node.runtime.node_runtime import UNMEASURED
 from ownerserve.node.vocabulary.records import RecordNames
 from ownerserve.plan.cost.model import CostModel
 from ownerserve.plan.inputs import HF, ModelState
 from ownerserve.plan.restore import Planner
+from ownerserve.router.admission import SeatSettings, SessionAdmission, Wait
+from ownerserve.router.entry.terms import ENTER
+from ownerserve.router.fleet import Fleet
+from ownerserve.router.messages import WorkerUp
+from ownerserve.router.settings import DEFAULTS
+from ownerserve.router.worker import Profile
 from tests.support.node.node_driver import IDENTITY, LAYOUT
+from tests.support.router.fleets import PLAIN, load
 
 UNIT = RoutingUnit(WorkerId("v0"), 0, Incarnation(7))
 S = SessionId("5" * 32)
@@ -133,6 +142,33 @@ def test_the_engine_says_how_busy_it_was_and_not_what_it_can_not_know(
     assert isinstance(answer, StatusIs)
     assert answer.status.busy_share is not None and 0.0 < answer.status.busy_share <= 1.0
     assert answer.status.refill_shares == ()
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["as it says", "did it say refills"])
+def test_no_session_is_suspended_at_an_engine_that_can_not_know_what_refills_take(
+    handler: NodeRpcHandler, client: RpcClient, *, waits: bool
+) -> None:
+    """Two sessions have outgrown the memory of an engine that is busy, and one's state went."""
+    handler.computed(3600.0)
+    said = client.ask(Status())
+    assert isinstance(said, StatusIs)
+    status = structs.replace(said.status, busy_share=0.9)  # on a slow machine it is less by now
+    if waits:
+        status = structs.replace(status, refill_shares=(RefillShare(1, 2.0),))
+    fleet, long = Fleet(), DEFAULTS.long_tokens
+    speed = structs.replace(PLAIN.speed, kv_bytes_per_token=8000 / long)
+    profile = Profile(speed=speed, kv_bytes_total=status.kv_bytes_total)
+    fleet.raise_up(WorkerUp(UNIT.worker, 0, UNIT.incarnation, profile))
+    for worker in fleet:
+        worker.stamp(status, 0.0)
+        load(worker, sequences=1)
+    room = SessionAdmission(fleet, SeatSettings(growth_tokens=0))
+    both = S, SessionId("other")
+    assert [room.ask(one, long // 4, parent=None, now_s=0.0) for one in both] == [ENTER, ENTER]
+    for name in both:
+        room.ended(name, long, 1.0)
+    asked = room.ask(S, long, parent=None, now_s=2.0, absent_tokens=long)
+    assert isinstance(asked, Wait) is waits
 
 
 def test_what_went_elsewhere_is_told_to_an_idle_engine_with_the_next_request(

@@ -70,11 +70,21 @@ def _reasons(turns: Turns, waiting: Counter[WaitReason]) -> Iterator[Metric]:
         "How long turns waited before the fleet that went on, by what for.",
         labels=["reason"],
     )
-    for reason, histogram in turns.observer.waits_for_s.items():
-        now.add_metric([reason.value], waiting[reason])
-        waits.add_metric([reason.value], buckets=_buckets(histogram), sum_value=histogram.sum)
+    places = HistogramMetricFamily(
+        _P + "turn_wait_place_turns",
+        "Where turns stood in line when they came (the first: 1) that waited before the fleet and"
+        " went on, by what for.",
+        labels=["reason"],
+    )
+    observer = turns.observer
+    for reason, histogram in observer.waits_for_s.items():
+        label, place = [reason.value], observer.places[reason]
+        now.add_metric(label, waiting[reason])
+        waits.add_metric(label, buckets=_buckets(histogram), sum_value=histogram.sum)
+        places.add_metric(label, buckets=_buckets(place), sum_value=place.sum)
     yield now
     yield waits
+    yield places
     yield CounterMetricFamily(
         _P + "let_in_without_room",
         "New sessions that were let in without a seat, as their patience was over.",

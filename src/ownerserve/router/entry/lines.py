@@ -1,7 +1,7 @@
 """The two lines before seats: who was inside before and waits for a state that is gone, by ticket;
 and behind them new sessions, in a fair line (entry/fair.py).
 
-Owns who waits, since when, and when the first of the new ones was let in last. Pure.
+Owns who waits, since when, and when the one that came first of the new ones was let in. Pure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ownerserve.router.entry.terms import EnteringTurn, LinePlace
 
 
 class SeatPatience(msgspec.Struct, frozen=True, gc=False):
-    """Patience is how long the first in line waits at most without room: a new session, and one
-    that was inside before."""
+    """Patience is how long one waits at most without room who came before all others in line: a new
+    session, and one that was inside before."""
 
     new_s: float
     return_s: float
@@ -46,7 +46,7 @@ class SeatLines:
         """The turns of sessions that were inside before, in order. Read it only."""
         self._line = FairLine()
         self._came: OrderedDict[Ticket, float] = OrderedDict()
-        """When those in line came (s), the first of them first."""
+        """When those in line came (s), who came first before the others."""
         self._let_in_s = -inf
 
     def __len__(self) -> int:
@@ -59,7 +59,10 @@ class SeatLines:
     def add(self, place: KeptPlace, turn: EnteringTurn) -> None:
         """Put a new session's turn in line."""
         self._line.add(InLine(place.ticket, turn))
+        is_back = bool(self._came) and next(reversed(self._came)) > place.ticket
         self._came[place.ticket] = place.came_s
+        if is_back:
+            self._came = OrderedDict(sorted(self._came.items()))
 
     def add_back(self, ticket: Ticket, back: Back) -> None:
         """Let a session wait that was inside before, before all new ones."""
@@ -76,9 +79,12 @@ class SeatLines:
             self._line.pop(ticket)
             del self._came[ticket]
 
-    def let_in_first(self, now_s: float) -> None:
-        """Note that the first of the new ones is let in: the next one's patience begins."""
-        self._let_in_s = now_s
+    def let_in(self, ticket: Ticket, now_s: float) -> None:
+        """Take a new one out who has a seat now. If it came before all others, the patience of the
+        next of those begins."""
+        if ticket == next(iter(self._came)):
+            self._let_in_s = now_s
+        self.pop(ticket)
 
     def leave(self, ticket: Ticket, now_s: float) -> tuple[SessionId, KeptPlace] | None:
         """Take one out who is not let in, and return whose place it was; None: nobody has that
@@ -103,17 +109,16 @@ class SeatLines:
         return back | self._line.places()
 
     def patient_until_s(self, ticket: Ticket) -> float:
-        """Return until when one waits without room once it is first in its line."""
+        """Return until when one waits without room; infinite: a new one that came behind another.
+        Wherever the fair line puts it: by weight alone one would wait for ever behind those of
+        tenants that were never seen before."""
         if (back := self.back.get(ticket)) is not None:
             return back.came_s + self._patience.return_s
+        if ticket != next(iter(self._came)):
+            return inf
         return max(self._came[ticket], self._let_in_s) + self._patience.new_s
 
     def due_s(self) -> float:
         """Return when the first patience ends; infinite: nobody waits."""
-        until_s = inf
-        for one in self._line.in_order():
-            until_s = self.patient_until_s(one.ticket)
-            break
-        for ticket in self.back:
-            return min(until_s, self.patient_until_s(ticket))
-        return until_s
+        first = [next(iter(line)) for line in (self._came, self.back) if line]
+        return min(map(self.patient_until_s, first), default=inf)

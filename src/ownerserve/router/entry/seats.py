@@ -143,8 +143,9 @@ class Seats:
         found: list[Seated] = []
         idle, passed = idle_workers(self.workers), 0
         beside, growth = self._beside_tokens(), self.growth_tokens(learnt)
+        is_late = now_s >= self.lines.due_s()
         for one in self.lines.in_order():
-            if passed and not idle:
+            if passed and not idle and not is_late:
                 break
             prompt, serving = one.turn.prompt_tokens, self._fleet.candidates(one.turn.model)
             has_room = not passed and not self.lines.back and self._has_seat(prompt, growth)
@@ -152,11 +153,9 @@ class Seats:
             if not has_room and now_s < self.lines.patient_until_s(one.ticket):
                 passed += 1
                 continue
-            if not passed:
-                self.lines.let_in_first(now_s)
             session = one.turn.session
             assert session is not None  # a turn of none needs no seat
-            self.lines.pop(one.ticket)
+            self.lines.let_in(one.ticket, now_s)
             self.inside.begin(session, prompt, now_s=now_s, growth=growth)
             found.append(Seated(one.ticket, session, prompt, has_room))
             beside, growth = self._beside_tokens(), self.growth_tokens(learnt)
