@@ -237,7 +237,8 @@ FITTED = {
 """Numbers of the door that were chosen on sessions: docs/evidence/admission.md says on which."""
 CHOSEN = {
     "BIAS_MAX", "FLOWS_MIN", "FORGET", "IDLE_MAX", "LONGEST_GAP_S", "LOOK_S", "MEMORY_S",
-    "MINUTE_S", "OVER_LEAST", "QUICK", "PLACES_MAX", "PLACE_KEPT_S", "PROMISES_MAX", "REFILLS_PRICED",
+    "MINUTE_S", "OVER_LEAST", "QUICK", "PLACES_MAX", "PLACE_KEPT_S", "PROMISES_MAX",
+    "REFILLS_PRICED",
     "RETRY_MAX_S", "RETRY_MIN_S", "RETURNS_KEPT", "RETURNS_LEAST", "SESSIONS_KEPT", "STALE_MAX",
     "STAYS_S", "STAY_EVERY_S", "TIER_SHARE", "TURNS_LEAST", "idle_least_s", "idle_s",
 }  # fmt: skip
