@@ -36,7 +36,7 @@ KV_BYTES = 72_000_000_000
 KNEE_MOST = 24
 ROOM = 1.1
 """A worker's memory in longest contexts, at least: every turn must fit somewhere."""
-LOADS = {"below": 0.75, "knee": 1.1, "above": 2.5, "beyond": 4.0}
+LOADS = {"below": 0.75, "knee": 1.1, "past": 1.5, "above": 2.5, "beyond": 4.0}
 ABOVE = ("above", "beyond")
 """Loads at which five per cent more work than the best rival's is wanted, at one of them."""
 SESSIONS_LEAST = 48

@@ -25,6 +25,7 @@ COLUMNS = {
     "p95 (s)": "turn_p95_s",
     "p99 (s)": "turn_p99_s",
     "first turn (s)": "first_turn_mean_s",
+    "longest first (s)": "first_turn_longest_s",
     "session (s)": "session_mean_s",
     "longest hold (s)": "held_longest_s",
     "network (TB)": "network_kv_bytes",
