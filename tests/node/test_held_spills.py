@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from ownerserve.cache.outcomes import Turn
 from ownerserve.kv.ids import TurnId
 from ownerserve.node.retention.holds import HOLD_S
 from ownerserve.node.vocabulary.events import FindRecords, StoreCopy, Tick
@@ -73,3 +76,26 @@ def test_nothing_is_held_where_nobody_waits() -> None:
     assert not len(driver.cache.lends)
     driver.handle(Tick())
     assert not [one for one in driver.pending if isinstance(one, StoreCopy)]
+
+
+@pytest.mark.parametrize("begins", ["before", "after"])
+def test_a_session_of_which_another_turn_is_here_is_not_held(begins: str) -> None:
+    """As one turn ends the other has the session's state in use, or is about to: nothing is copied
+    before that one's end. It was held all the same, and the node's books said that it ran."""
+    driver = NodeDriver(blocks=18, settings=LATE)
+    first = driver.arrive([*range(4 * B), 1], "one")
+    beside = driver.arrive([*range(4 * B), 2], "one")
+    driver.settle()
+    driver.arrive(SECOND, "second")
+    driver.settle()
+    assert len(driver.state.room_queue) == 1
+    event = driver.waiting[beside]
+    turn = Turn(beside, event.session_id, event.tokens)
+    if begins == "before":
+        driver.cache.begin(turn, driver.now)
+    driver.run(first)
+    if begins == "after":
+        driver.handle(Tick())
+        driver.cache.begin(turn, driver.now)
+    driver.check()
+    assert not len(driver.cache.lends)
