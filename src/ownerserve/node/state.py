@@ -452,7 +452,7 @@ class NodeState:
         """Note that the session is idle: its state at the depths `points` is wanted in the
         store."""
         self.idle_spills.ended(session_id, points=points, ends=ends, now=now)
-        if len(self.room_queue):  # its room is taken next
+        if len(self.room_queue) and session_id not in self._turns.values():  # its room goes next
             self.idle_spills.put_away(session_id)
             self.idle_spills.holds.hold(session_id, now)
         self.prefetches.ended(session_id, now)
