@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ownerserve.cache.outcomes import Turn
-from ownerserve.kv.ids import TurnId
+from ownerserve.kv.ids import SessionId, TurnId
 from ownerserve.node.retention.holds import HOLD_S
-from ownerserve.node.vocabulary.events import FindRecords, StoreCopy, Tick
+from ownerserve.node.vocabulary.events import FindRecords, SessionOver, StoreCopy, Tick
 from ownerserve.node.vocabulary.settings import NodeSettings
 from tests.support.node.node_driver import B, NodeDriver
 
@@ -99,3 +99,15 @@ def test_a_session_of_which_another_turn_is_here_is_not_held(begins: str) -> Non
         driver.cache.begin(turn, driver.now)
     driver.check()
     assert not len(driver.cache.lends)
+
+
+def test_what_a_session_left_that_is_over_is_not_waited_for() -> None:
+    driver, second = one_ends_and_one_waits()
+    driver.handle(Tick())
+    driver.cache.sessions.release(SessionId("first"))
+    driver.handle(SessionOver(SessionId("first")))
+    assert driver.state.next_due() == 0.0, "there is room for who waits"
+    driver.handle(Tick())
+    driver.settle()
+    assert second in driver.started
+    driver.check()
