@@ -237,6 +237,7 @@ class NodeState:
                     self.idle_spills.stayed(session_id, now)
                 return list(restores.gone(turn_id, now))
             case SessionOver(session_id):
+                self.idle_spills.holds.let(session_id)
                 self.residency.forget(session_id)
                 self.inventory.forget(session_id)
             case RecordsLost():
