@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from ownerserve.cache.outcomes import Turn
 from ownerserve.kv.ids import SessionId, TurnId
@@ -17,9 +18,9 @@ FIRST = [*range(12 * B), 1]
 SECOND = [*range(5000, 5000 + 12 * B), 1]
 
 
-def one_ends_and_one_waits() -> tuple[NodeDriver, TurnId]:
+def one_ends_and_one_waits(settings: NodeSettings = LATE) -> tuple[NodeDriver, TurnId]:
     """A device for one and a half of two turns: the first is over, the second waits."""
-    driver = NodeDriver(blocks=18, settings=LATE)
+    driver = NodeDriver(blocks=18, settings=settings)
     first = driver.arrive(FIRST, "first")
     driver.settle()
     second = driver.arrive(SECOND, "second")
@@ -40,6 +41,23 @@ def test_who_waits_for_room_lets_what_a_turn_left_be_stored_first() -> None:
     again = driver.turn([*FIRST, 2], "first")
     assert again.restored == 12 * B, "all of it is brought back"
     driver.check()
+
+
+def test_what_is_held_is_read_in_fewer_ticks_than_what_nobody_waits_for() -> None:
+    """A byte a tick lets one cell of two components through; a held session has three cells."""
+    slow = replace(LATE, copy_bytes_a_tick=1)
+    driver, _ = one_ends_and_one_waits(slow)
+    driver.handle(Tick())
+    driver.settle()
+    driver.handle(Tick())
+    assert len([one for one in driver.pending if isinstance(one, StoreCopy)]) > 2 * 2
+
+    calm = NodeDriver(blocks=18, settings=replace(slow, spill_after_s=0.0))
+    calm.turn(FIRST, "first")
+    calm.handle(Tick())
+    calm.settle()
+    calm.handle(Tick())
+    assert len([one for one in calm.pending if isinstance(one, StoreCopy)]) <= 2
 
 
 def test_a_store_that_does_not_answer_is_waited_for_no_longer_than_a_moment() -> None:

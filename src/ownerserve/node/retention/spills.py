@@ -24,6 +24,7 @@ from ownerserve.cache.sessions import ResidentPrefix
 from ownerserve.kv.errors import InvariantViolated
 from ownerserve.kv.ids import SessionId
 from ownerserve.kv.prefix import Packed
+from ownerserve.kv.units import MIB
 from ownerserve.node.retention.holds import CopyHolds
 from ownerserve.node.retention.policy import Checkpoints, SessionGaps
 from ownerserve.node.retention.record_value import RecordValue, SessionValue
@@ -48,6 +49,8 @@ ECHO_S = 1.0
 """How long after a deadline its performer may take to say so."""
 COPY_DEADLINE_S = 30.0
 """A copy that is in no store by then is given up: others want its place among those in flight."""
+HELD_BYTES_A_TICK = 64 * MIB
+"""Read off the device between two steps while turns wait for what is held: some ms of a step."""
 SESSIONS_KEPT = 4096
 """Idle sessions that are remembered, with their gaps, and sessions that others were forked from;
 the one unheard of for longest is forgotten first."""
@@ -349,6 +352,8 @@ class IdleSpills:
                     FindRecords(operation_id, tuple(batch.missing), now + FIND_DEADLINE_S)
                 )
         left, resident = self._settings.copy_bytes_a_tick, None
+        if self.holds.any_stand:
+            left = max(left, HELD_BYTES_A_TICK)
         while self._copying and left > 0 and len(self._in_flight) < self._settings.copies_in_flight:
             batch = self._copying[0]
             if not batch.pieces:
