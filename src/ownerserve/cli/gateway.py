@@ -287,7 +287,8 @@ def _policies() -> str:
     show_default=True,
     metavar="SHARE",
     help="Hold a new session's first turn, and one whose state is gone, while the sessions at work"
-    " fill this share of the workers' memory for state, where workers state theirs. Nobody"
+    " fill this share of the workers' memory for state, where workers state theirs; host memory"
+    " counts that brings state back far sooner than it is computed. Nobody"
     " waits beside a worker that runs nothing, has room and is no session's. 0: all are let in.",
 )
 @queue_options
