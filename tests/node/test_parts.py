@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ownerserve.cache.outcomes import Begun, Turn
 from ownerserve.kv.ids import Incarnation, SessionId, TurnId, WorkerId
 from ownerserve.kv.messages import RestoreAction, RoutingUnit
@@ -414,6 +416,20 @@ def test_a_turn_in_line_waits_for_a_spill_that_reads() -> None:
     driver.idle(0.0)
     assert turn in driver.started
     driver.cache.pressure.spill_failed(ticket)
+
+
+def test_a_turn_goes_on_where_lends_yield_less_than_was_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen in a simulated fleet of a hybrid model: the line asked for the same for ever."""
+    driver = with_stored(blocks=16)
+    ticket, _ = lent(driver, 50_000, 15)
+    lends = driver.cache.lends
+    monkeypatch.setattr(lends.room, "revoke_for", lambda blocks, now: False)
+    turn = driver.arrive(LONG, session=None)
+    driver.settle()
+    assert turn in driver.started and lends.stands(ticket)
+    driver.state.check()
 
 
 def test_no_lend_is_revoked_where_that_makes_no_room() -> None:

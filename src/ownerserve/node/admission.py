@@ -370,7 +370,8 @@ class RoomQueue:
         occupancy = self._cache.occupancy
         while short > 0:
             yielding = occupancy.most_blocks - occupancy.blocks.capacity  # not short of those
-            self._cache.lends.room.revoke_for(short + yielding, now)
+            if not self._cache.lends.room.revoke_for(short + yielding, now):
+                return True  # counted otherwise than here: it goes on, and computes what finds none
             short = self._short_blocks(turn)
         return True
 
