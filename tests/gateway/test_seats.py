@@ -379,6 +379,37 @@ def test_host_memory_that_a_worker_states_is_room_for_sessions(play: Play, host_
     play(scenario, engines=1, states=states, seats=SEATS, health_interval_s=60.0)
 
 
+@pytest.mark.parametrize("suspends", [True, False], ids=["can be suspended", "can not"])
+def test_a_tenth_more_is_booked_where_workers_say_what_suspending_goes_by(
+    play: Play, suspends: bool
+) -> None:
+    """12,250 tokens each of a worker's 24,000."""
+    said = {"refill_shares": [[1, 0.1]], "busy_share": 0.1} if suspends else {}
+    state = {
+        "version": 1,
+        "unit": {"worker": "w", "rank": 0, "incarnation": 5},
+        "load": {"as_of_s": 1.0, "kv_bytes_free": 0, "kv_bytes_total": 24_000 << 10, **said},
+        "profile": {"models": ["m"], "kv_bytes_per_token": 1024.0},
+    }
+    long, other = (b'{"messages":"' + mark * 49_000 + b'"}' for mark in (b"x", b"y"))
+
+    async def scenario(world: World) -> None:
+        world.engines[0].usage = b'{"prompt_tokens": 12250, "completion_tokens": 1}'
+        first, second = await world.client(), await world.client()
+        assert (await first.post(CHAT, long, x__session__id="a")).status == 200
+        asked = asyncio.ensure_future(second.post(CHAT, other, x__session__id="b"))
+        if not suspends:
+            await waiting(world, 1)
+            final = {"x__ownerserve__session__final": "1"}
+            assert (await first.post(CHAT, long, x__session__id="a", **final)).status == 200
+        answer = await asked
+        assert answer.status == 200
+        assert (answer["x-ownerserve-wait"] is None) is suspends
+
+    states = [json.dumps(state).encode()]
+    play(scenario, engines=1, states=states, seats=SEATS, health_interval_s=60.0)
+
+
 def test_who_hangs_up_while_waiting_is_forgotten(play: Play) -> None:
     async def scenario(world: World) -> None:
         small(world)
